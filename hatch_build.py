@@ -85,7 +85,8 @@ class NativeBuildHook(BuildHookInterface[Any]):
         if library is not None or engine is not None:
             build_data["pure_python"] = False
             build_data["tag"] = f"{_python_tag() if engine is not None else 'py3-none'}-{_platform_tag()}"
-        if engine is not None:
+        # An editable install finds the library in the checkout; a copy beside it would hide later builds.
+        if engine is not None and version != "editable":
             build_data["force_include"][str(engine)] = engine.name
 
 

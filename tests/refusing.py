@@ -78,14 +78,21 @@ async def welcome(attempt: int, context: Context) -> None:
 
 
 @contextlib.asynccontextmanager
-async def recording(answer: Answer = welcome) -> AsyncIterator[tuple[str, Recorded]]:
-    """Serve on a free port; yield the target and the recorded requests."""
-    servicer = Recorded(answer)
+async def hosting(handler: grpc.GenericRpcHandler) -> AsyncIterator[str]:
+    """Serve handlers on a free port; yield the target."""
     server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
-    server.add_generic_rpc_handlers((servicer.handler(),))
+    server.add_generic_rpc_handlers((handler,))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:
-        yield f"127.0.0.1:{port}", servicer
+        yield f"127.0.0.1:{port}"
     finally:
         await asyncio.shield(server.stop(None))
+
+
+@contextlib.asynccontextmanager
+async def recording(answer: Answer = welcome) -> AsyncIterator[tuple[str, Recorded]]:
+    """Serve on a free port; yield the target and the recorded requests."""
+    servicer = Recorded(answer)
+    async with hosting(servicer.handler()) as target:
+        yield target, servicer

@@ -86,7 +86,7 @@ class SearchArrays:
 
     scores float32 [S, W]: sum of the log-probabilities of each beam. token_ids int64, logprobs float32 [S, W, T]: its
     history. lengths int64 [S]: tokens of each beam. max_lengths int64 [S]. end_ids int64 [S, E].
-    forced_ids int64 [S]: first token whatever the scores, or NONE.
+    forced_ids int64 [S]: the token that every target begins with, or NONE.
     num_streamed int64 [S]: tokens that the client has, or NONE.
     parents int64 [S, W]: the beam that each beam follows. next_ids int64, next_logprobs float32 [S, W]: its new token.
     is_over bool [S]: a search has its longest target, or no beam left.
@@ -171,6 +171,9 @@ class SearchArrays:
 
 
 def _address(array: NDArray[Any]) -> int:
+    """Return the address of a contiguous array. Raises ValueError."""
+    if not array.flags.c_contiguous:
+        raise ValueError(f"an array of shape {array.shape} and strides {array.strides} is not contiguous")
     address: int = array.__array_interface__["data"][0]
     return address
 

@@ -202,7 +202,7 @@ async def _serve_calls(
             running = Running(control=control, calls=calls, probes=probes)
             grace = Grace(delay_s=config.drain_delay_s, drain_s=config.drain_grace_s)
             async with _monitored(config, control, probes, shared):
-                # Last of all: whoever reads this line may scrape the metrics at once and finds all of them.
+                # The last step of a start: a client that reads this line finds all metrics at once.
                 print(_ready_line(config, served, ports), flush=True)
                 return await running.until_stopped(stop, grace), server
 

@@ -60,9 +60,7 @@ class AsyncClient(AsyncReadingCalls):
         self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
         self._model = model
         self._languages = Languages(source=source_language, target=target_language)
-        self._retry = how.retry
-        self._spreads_calls = how.load_balancing != "pick_first"
-        self._is_many_offered: bool | None = None
+        self._is_many_offered = None if how.load_balancing == "pick_first" else False
 
     def with_languages(self, source_language: str = "", target_language: str = "") -> Self:
         """Return a client for other languages that shares this client's connection: close only one of them."""
@@ -74,10 +72,7 @@ class AsyncClient(AsyncReadingCalls):
         self, source: Source, options: Options | None = None, *, timeout_s: float | None = None
     ) -> AsyncIterator[Delta]:
         """Stream the targets of one source. Leaving the iteration cancels the request. Raises ServerError."""
-        call = self._stub.Generate(
-            self._terms.ask(stream_request(self._model, source, options, self._languages)),
-            **self._terms.call(timeout_s),
-        )
+        call = self._stub.Generate(self._building(options)(source), **self._terms.call(timeout_s))
         try:
             with server_errors():
                 async for response in call:
@@ -127,12 +122,7 @@ class AsyncClient(AsyncReadingCalls):
             async for outcome in ordered_map(_as_async(sources), self._attempt(options), concurrency=concurrency):
                 yield outcome
             return
-        requests = ManyRequests(
-            lambda source: self._terms.ask(stream_request(self._model, source, options, self._languages)),
-            concurrency=concurrency,
-            retry=self._retry,
-            timeout_s=self._terms.timeout_s,
-        )
+        requests = ManyRequests(self._building(options), self._terms, concurrency=concurrency)
         async for outcome in Conversation(self._open_many, _as_async(sources), requests).outcomes():
             yield outcome
 
@@ -145,14 +135,20 @@ class AsyncClient(AsyncReadingCalls):
 
         return attempt
 
+    def _building(self, options: Options | None) -> Callable[[Source], inference_pb2.GenerateRequest]:
+        return lambda source: self._terms.ask(stream_request(self._model, source, options, self._languages))
+
     def _open_many(self) -> Call:
         return self._stub.GenerateMany(**self._terms.call(math.inf))
 
     async def _has_many(self) -> bool:
-        """Return whether many requests can share a call to this server, which it is asked once."""
+        """Return whether many requests can share a call to this server, which is asked until it answers.
+
+        A server that cannot be reached counts as one that knows GenerateMany: the requests will say what is wrong.
+        """
         if self._is_many_offered is None:
-            self._is_many_offered = not self._spreads_calls and await is_offered(self._open_many())
-        return self._is_many_offered
+            self._is_many_offered = await is_offered(self._stub.GenerateMany(**self._terms.call()))
+        return self._is_many_offered is not False
 
     async def score(
         self, source: Source, target: Source, *, num_alternatives: int = 0, timeout_s: float | None = None

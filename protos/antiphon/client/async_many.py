@@ -9,13 +9,13 @@ from collections.abc import AsyncIterator, Callable
 import grpc
 import grpc.aio
 
-from antiphon.client.many import LOST, Delayed, ManyRequests, Outcome, together
+from antiphon.client.many import ManyRequests, Outcome, is_known, lost, together
 from antiphon.client.messages import ServerError, Source, as_server_error
 from antiphon.v1 import inference_pb2
 
 Call = grpc.aio.StreamStreamCall[inference_pb2.GenerateManyRequest, inference_pb2.GenerateManyResponse]
 
-
+# What grpc.aio says of a call that ends while something is written to it.
 _WRITTEN_TOO_LATE = "Internal error from Core"
 
 
@@ -32,7 +32,7 @@ class Conversation:
         self._unsent: list[inference_pb2.ManyRequest] = []
         self._is_fed = False
         self._loop = asyncio.get_running_loop()
-        self._timers: list[asyncio.TimerHandle] = []  # of requests that are sent again
+        self._timer: asyncio.TimerHandle | None = None
         self._has_room = asyncio.Event()
         self._has_unsent = asyncio.Event()
         self._has_news = asyncio.Event()
@@ -61,7 +61,8 @@ class Conversation:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            self._forget_unsent()
+            if self._timer is not None:
+                self._timer.cancel()
 
     async def _feed(self) -> None:
         """Read sources as far as there is room."""
@@ -69,23 +70,26 @@ class Conversation:
             while not self._requests.has_room:
                 self._has_room.clear()
                 await self._has_room.wait()
-            self._send(self._requests.add(source))
+            self._requests.add(source)
+            self._send_due()
         self._is_fed = True
 
-    def _send(self, message: inference_pb2.ManyRequest) -> None:
-        self._unsent.append(message)
-        self._has_unsent.set()
+    def _send_due(self) -> None:
+        """Send what is due, and come back when the next request is."""
+        self._unsent += self._requests.due()
+        if self._unsent:
+            self._has_unsent.set()
+        self._has_news.set()
+        wake_s = self._requests.wake_s
+        if self._timer is not None:
+            if self._timer.when() == wake_s:
+                return
+            self._timer.cancel()
+        self._timer = None if wake_s is None else self._loop.call_at(wake_s, self._wake)
 
-    def _send_later(self, delayed: list[Delayed]) -> None:
-        self._timers = [timer for timer in self._timers if timer.when() > self._loop.time()]
-        self._timers += [self._loop.call_later(delay_s, self._send, message) for delay_s, message in delayed]
-
-    def _forget_unsent(self) -> None:
-        for timer in self._timers:
-            timer.cancel()
-        self._timers = []
-        self._unsent = []
-        self._has_unsent.clear()
+    def _wake(self) -> None:
+        self._timer = None
+        self._send_due()
 
     async def _talk(self) -> None:
         """Send requests and read answers, over a new call if the last one broke."""
@@ -93,20 +97,21 @@ class Conversation:
             await self._has_unsent.wait()
             call = self._open_call()
             writing = asyncio.create_task(self._write(call))
-            error = LOST
+            error = lost()
             try:
                 async for response in call:
-                    self._send_later(self._requests.read(response))
-                    self._has_news.set()
+                    self._requests.read(response)
+                    self._send_due()
             except grpc.aio.AioRpcError as broken:
                 error = end_of_call(broken)
             finally:
                 writing.cancel()
                 call.cancel()
                 await asyncio.gather(writing, return_exceptions=True)
-            self._forget_unsent()
-            self._send_later(self._requests.broken(error))
-            self._has_news.set()
+            self._unsent = []
+            self._has_unsent.clear()
+            self._requests.broken(error)
+            self._send_due()
 
     async def _write(self, call: Call) -> None:
         with _ended_call():  # the reader learns why it has ended
@@ -118,11 +123,11 @@ class Conversation:
                     await call.write(message)
 
 
-async def is_offered(call: Call) -> bool:
-    """Return whether the server of a new call knows GenerateMany. If it cannot be reached, the requests will say so."""
+async def is_offered(call: Call) -> bool | None:
+    """Return whether the server of a new call knows GenerateMany. None: it cannot be reached."""
     with _ended_call():
         await call.done_writing()
-    return await call.code() is not grpc.StatusCode.UNIMPLEMENTED
+    return is_known(await call.code())
 
 
 def end_of_call(error: grpc.aio.AioRpcError) -> ServerError:
@@ -132,7 +137,7 @@ def end_of_call(error: grpc.aio.AioRpcError) -> ServerError:
     the server's status.
     """
     is_own = error.code() is grpc.StatusCode.INTERNAL and error.details() == _WRITTEN_TOO_LATE
-    return LOST if is_own else as_server_error(error)
+    return lost() if is_own else as_server_error(error)
 
 
 def _ended_call() -> contextlib.AbstractContextManager[None]:

@@ -5,14 +5,17 @@ Opens no connection: `async_many.py` and `sync_many.py` carry the messages.
 
 from __future__ import annotations
 
+import heapq
+import math
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import grpc
 
-from antiphon.client.connection import RetryPolicy
 from antiphon.client.messages import Generation, ServerError, Source, as_generations
+from antiphon.client.terms import Terms
 from antiphon.v1 import inference_pb2
 
 DEFAULT_CONCURRENCY = 256
@@ -20,9 +23,6 @@ DEFAULT_CONCURRENCY = 256
 
 Outcome = list[Generation] | ServerError
 """Every output of a request, best first, or its error."""
-
-LOST = ServerError(grpc.StatusCode.UNAVAILABLE, "the server ended the call before its answers")
-"""Error of a call that ended with OK too early."""
 
 # Requests in one message: enough to make its cost small, few enough to keep it far below a server's limit of its size.
 _MOST_TOGETHER = 64
@@ -34,64 +34,86 @@ _RETRYABLE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)
 _RETRYABLE_CALL = (*_RETRYABLE, grpc.StatusCode.CANCELLED)
 
 
-Delayed = tuple[float, inference_pb2.ManyRequest]
-"""A request to be sent again, after this many seconds."""
-
-
 @dataclass(slots=True, eq=False)
 class _Asked:
+    """deadline_s: on the monotonic clock, infinity is none. num_attempts: how often it was sent."""
+
     message: inference_pb2.ManyRequest
-    num_attempts: int = 1
+    deadline_s: float
+    num_attempts: int = 0
     outcome: Outcome | None = None
 
 
 class ManyRequests:
-    """Requests in the order of their sources, at most `concurrency` of them unanswered.
+    """Requests in the order of their sources, at most `concurrency` of them unanswered. For one thread.
 
-    build: returns the message of a source. timeout_s: time limit of each attempt.
+    build: returns the message of a source. terms: the time limit of each request, all attempts included, and the
+    retries. Times are seconds of `time.monotonic`.
     """
 
     def __init__(
-        self,
-        build: Callable[[Source], inference_pb2.GenerateRequest],
-        *,
-        concurrency: int,
-        retry: RetryPolicy,
-        timeout_s: float | None,
+        self, build: Callable[[Source], inference_pb2.GenerateRequest], terms: Terms, *, concurrency: int
     ) -> None:
         self._build = build
+        self._terms = terms
         self._concurrency = concurrency
-        self._retry = retry
-        self._timeout_millis = None if timeout_s is None else max(1, round(timeout_s * 1000))
         self._order: deque[_Asked] = deque()
-        self._unanswered: dict[int, _Asked] = {}
-        self._next_id = 0
+        self._timed: deque[_Asked] = deque()  # earliest deadline first: every request has the same time limit
+        self._sent: dict[int, _Asked] = {}
+        self._unsent: list[tuple[float, int, _Asked]] = []  # heap: when it is due, its id
+        self._num_unanswered = self._next_id = 0
 
     @property
     def has_room(self) -> bool:
         """Return whether one more request may be added now."""
         is_window_open = len(self._order) < _WINDOW_PER_REQUEST * self._concurrency
-        return is_window_open and len(self._unanswered) < self._concurrency
-
-    @property
-    def num_unanswered(self) -> int:
-        """Number of requests without an answer, sent or not."""
-        return len(self._unanswered)
+        return is_window_open and self._num_unanswered < self._concurrency
 
     @property
     def is_finished(self) -> bool:
         """Return whether the outcome of every request was taken."""
         return not self._order
 
-    def add(self, source: Source) -> inference_pb2.ManyRequest:
-        """Add the request of a source. Return the message to send. Raises ValueError."""
-        message = inference_pb2.ManyRequest(
-            id=self._next_id, request=self._build(source), timeout_millis=self._timeout_millis, is_whole=True
-        )
-        asked = self._unanswered[self._next_id] = _Asked(message)
+    @property
+    def wake_s(self) -> float | None:
+        """Time at which the next request is to be sent or reaches its deadline; None is never."""
+        while self._timed and self._timed[0].outcome is not None:
+            self._timed.popleft()
+        times = [self._unsent[0][0]] if self._unsent else []
+        times += [self._timed[0].deadline_s] if self._timed else []
+        return min(times, default=None)
+
+    def add(self, source: Source) -> None:
+        """Add the request of a source, to be sent at once. Raises ValueError."""
+        now_s = time.monotonic()
+        limit_s = self._terms.timeout_s
+        message = inference_pb2.ManyRequest(id=self._next_id, request=self._build(source), is_whole=True)
+        asked = _Asked(message, now_s + (math.inf if limit_s is None else limit_s))
+        if limit_s is not None:
+            self._timed.append(asked)
         self._order.append(asked)
         self._next_id += 1
-        return message
+        self._num_unanswered += 1
+        heapq.heappush(self._unsent, (now_s, message.id, asked))
+
+    def due(self) -> list[inference_pb2.ManyRequest]:
+        """Return the requests to be sent now, and count them as sent. Requests whose time is over end."""
+        now_s = time.monotonic()
+        while self._timed and (first := self._timed[0]).deadline_s <= now_s:
+            self._timed.popleft()
+            if first.outcome is None:
+                self._end(first, ServerError(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded"))
+        messages = []
+        while self._unsent and self._unsent[0][0] <= now_s:
+            asked = heapq.heappop(self._unsent)[2]
+            if asked.outcome is not None:
+                continue
+            if asked.deadline_s < math.inf:
+                asked.message.timeout_millis = max(1, round((asked.deadline_s - now_s) * 1000))
+            asked.num_attempts += 1
+            self._sent[asked.message.id] = asked
+            messages.append(asked.message)
+        return messages
 
     def take(self) -> Iterator[Outcome]:
         """Yield the next outcomes, in the order of their sources, as far as they are known."""
@@ -99,36 +121,47 @@ class ManyRequests:
             self._order.popleft()
             yield outcome
 
-    def read(self, response: inference_pb2.GenerateManyResponse) -> list[Delayed]:
-        """Note the answers of a message. Return requests that the server refused for now."""
-        again: list[Delayed] = []
+    def read(self, response: inference_pb2.GenerateManyResponse) -> None:
+        """Note the answers of a message. What the server refused for now is sent again later."""
         for answer in response.answers:
-            asked = self._unanswered.get(answer.id)
+            asked = self._sent.get(answer.id)
             if asked is None:
                 continue
             if answer.HasField("whole"):
                 self._end(asked, as_generations(answer.whole))
             elif answer.HasField("failure"):
                 error = _server_error(answer.failure)
-                again += self._failed(asked, error, error.code in _RETRYABLE)
-        return again
+                self._fail(asked, error, is_retryable=error.code in _RETRYABLE)
 
-    def broken(self, error: ServerError) -> list[Delayed]:
-        """Note that the call has ended with an error. Return the requests for another call."""
-        is_retryable = error.code in _RETRYABLE_CALL
-        return [one for asked in [*self._unanswered.values()] for one in self._failed(asked, error, is_retryable)]
+    def broken(self, error: ServerError) -> None:
+        """Note that the call has ended with an error. What was sent over it is sent again later, over another."""
+        for asked in [*self._sent.values()]:
+            self._fail(asked, error, is_retryable=error.code in _RETRYABLE_CALL)
 
-    def _failed(self, asked: _Asked, error: ServerError, is_retryable: bool) -> list[Delayed]:  # noqa: FBT001
-        if not is_retryable or asked.num_attempts >= self._retry.attempts:
+    def _fail(self, asked: _Asked, error: ServerError, *, is_retryable: bool) -> None:
+        retry = self._terms.retry
+        if not is_retryable or asked.num_attempts >= retry.attempts:
             self._end(asked, error)
-            return []
-        backoff_s = min(self._retry.max_backoff_s, self._retry.backoff_s * 2 ** (asked.num_attempts - 1))
-        asked.num_attempts += 1
-        return [(error.retry_after_s or backoff_s, asked.message)]
+            return
+        backoff_s = min(retry.max_backoff_s, retry.backoff_s * 2 ** (asked.num_attempts - 1))
+        del self._sent[asked.message.id]
+        due_s = time.monotonic() + (error.retry_after_s or backoff_s)
+        heapq.heappush(self._unsent, (due_s, asked.message.id, asked))
 
     def _end(self, asked: _Asked, outcome: Outcome) -> None:
         asked.outcome = outcome
-        del self._unanswered[asked.message.id]
+        self._num_unanswered -= 1
+        self._sent.pop(asked.message.id, None)
+
+
+def lost() -> ServerError:
+    """Return the error of a call that ended with OK too early."""
+    return ServerError(grpc.StatusCode.UNAVAILABLE, "the server ended the call before its answers")
+
+
+def is_known(code: grpc.StatusCode) -> bool | None:
+    """Return whether the server of a call without requests that ended like this knows GenerateMany. None: unknown."""
+    return {grpc.StatusCode.OK: True, grpc.StatusCode.UNIMPLEMENTED: False}.get(code)
 
 
 def together(messages: list[inference_pb2.ManyRequest]) -> Iterator[inference_pb2.GenerateManyRequest]:

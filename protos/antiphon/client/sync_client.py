@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from copy import copy
 from types import TracebackType
 from typing import Any, Self
@@ -63,9 +63,7 @@ class Client(ReadingCalls):
         self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
         self._model = model
         self._languages = Languages(source=source_language, target=target_language)
-        self._retry = how.retry
-        self._spreads_calls = how.load_balancing != "pick_first"
-        self._is_many_offered: bool | None = None
+        self._is_many_offered = None if how.load_balancing == "pick_first" else False
 
     def with_languages(self, source_language: str = "", target_language: str = "") -> Self:
         """Return a client for other languages that shares this client's connection: close only one of them."""
@@ -77,10 +75,7 @@ class Client(ReadingCalls):
         self, source: Source, options: Options | None = None, *, timeout_s: float | None = None
     ) -> Iterator[Delta]:
         """Stream the targets of one source. Leaving the iteration cancels the request. Raises ServerError."""
-        call = self._stub.Generate(
-            self._terms.ask(stream_request(self._model, source, options, self._languages)),
-            **self._terms.call(timeout_s),
-        )
+        call = self._stub.Generate(self._building(options)(source), **self._terms.call(timeout_s))
         try:
             with server_errors():
                 for response in call:
@@ -113,23 +108,24 @@ class Client(ReadingCalls):
         if not self._has_many():
             yield from self._generate_each(sources, options, concurrency)
             return
-        requests = ManyRequests(
-            lambda source: self._terms.ask(stream_request(self._model, source, options, self._languages)),
-            concurrency=concurrency,
-            retry=self._retry,
-            timeout_s=self._terms.timeout_s,
-        )
+        requests = ManyRequests(self._building(options), self._terms, concurrency=concurrency)
         for outcome in outcomes(self._open_many, sources, requests):
             yield outcome if isinstance(outcome, ServerError) else outcome[0]
+
+    def _building(self, options: Options | None) -> Callable[[Source], inference_pb2.GenerateRequest]:
+        return lambda source: self._terms.ask(stream_request(self._model, source, options, self._languages))
 
     def _open_many(self, messages: Iterator[inference_pb2.GenerateManyRequest]) -> Any:
         return self._stub.GenerateMany(messages, **self._terms.call(math.inf))
 
     def _has_many(self) -> bool:
-        """Return whether many requests can share a call to this server, which it is asked once."""
+        """Return whether many requests can share a call to this server, which is asked until it answers.
+
+        A server that cannot be reached counts as one that knows GenerateMany: the requests will say what is wrong.
+        """
         if self._is_many_offered is None:
-            self._is_many_offered = not self._spreads_calls and is_offered(self._open_many)
-        return self._is_many_offered
+            self._is_many_offered = is_offered(self._stub.GenerateMany(iter(()), **self._terms.call()))
+        return self._is_many_offered is not False
 
     def _generate_each(
         self, sources: Iterable[Source], options: Options | None, concurrency: int

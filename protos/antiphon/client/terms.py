@@ -45,6 +45,7 @@ class Terms:
             raise ValueError(f"priority is {priority!r}; it must be one of {', '.join(_PRIORITIES)}")
         if timeout_s is not None and not timeout_s > 0:
             raise ValueError(f"timeout_s is {timeout_s}; it must be above 0")
+        self.retry = connection.retry
         self._timeout_s = timeout_s
         self._priority = priority
         self._metadata = tuple(connection.metadata.items())

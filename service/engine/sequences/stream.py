@@ -41,9 +41,9 @@ class OutputStream:
     Iteration yields at most one message per `coalesce_s` seconds for each output, but first tokens and terminal events
     at once. Unread tokens are kept; the request's limit on new tokens bounds their number.
 
-    end_reason: reason for which the engine ended the request. The engine's thread sets it before the end is read.
     A reader that is no coroutine calls `listen` and `take` instead of iterating or collecting.
 
+    end_reason: reason for which the engine ended the request. The engine's thread sets it before the end is read.
     on_end: called with every terminal event when it arrives, read or not; None after the last.
     cancel_cause: reason of the cancellation; None where the request was not cancelled.
     """
@@ -118,11 +118,6 @@ class OutputStream:
             tokens.append(self._take_tokens())
         self._is_announced = False
         return [*tokens, *finals]
-
-    @property
-    def is_exhausted(self) -> bool:
-        """True once the last event has been read."""
-        return self._is_exhausted
 
     def output(self, index: int) -> TokenSink:
         """Return the sink of an output."""

@@ -47,6 +47,9 @@ class Endings:
             self._state.reservations.give_back(group)
         del self._parts.live[group.request_id]
         self._report(group, reason, stage, events)
+        # A group and its sequences refer to each other: together they would wait for the garbage collector.
+        group.sequences = group.starting = ()
+        group.pending = []
 
     def end_encoded(self, group: SequenceGroup, readout: Readout) -> None:
         """End a group that needs only outputs of its encoded source."""

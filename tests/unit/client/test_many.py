@@ -14,22 +14,23 @@ import pytest
 
 from antiphon.client import AsyncClient, Client, Connection, Generation, RetryPolicy, ServerError
 from antiphon.v1 import inference_pb2 as pb
+from tests.refusing import hosting
 from tests.serving import serving
 
 QUICK = Connection(retry=RetryPolicy(attempts=3, backoff_s=0.01, max_backoff_s=0.02, budget=None))
 TEXTS = [f"text {number}" for number in range(12)]
 Results = list[Generation | ServerError]
-Ask = Callable[[str], Awaitable[Results]]
+Ask = Callable[..., Awaitable[Results]]
 
 
-async def ask_async(target: str) -> Results:
-    async with AsyncClient(target, connection=QUICK) as client:
+async def ask_async(target: str, timeout_s: float | None = None) -> Results:
+    async with AsyncClient(target, connection=QUICK, timeout_s=timeout_s) as client:
         return [result async for result in client.generate_many(TEXTS, concurrency=4)]
 
 
-async def ask_sync(target: str) -> Results:
+async def ask_sync(target: str, timeout_s: float | None = None) -> Results:
     def ask() -> Results:
-        with Client(target, connection=QUICK) as client:
+        with Client(target, connection=QUICK, timeout_s=timeout_s) as client:
             return list(client.generate_many(TEXTS, concurrency=4))
 
     return await asyncio.to_thread(ask)
@@ -97,14 +98,8 @@ def refused(request: pb.ManyRequest, code: grpc.StatusCode) -> pb.GenerateManyRe
 @contextlib.asynccontextmanager
 async def scripted(script: Callable[[Scripted, Any], Awaitable[None]] | None) -> AsyncIterator[tuple[str, Scripted]]:
     servicer = Scripted(script)
-    server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
-    server.add_generic_rpc_handlers((servicer.handler(),))
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    try:
-        yield f"127.0.0.1:{port}", servicer
-    finally:
-        await server.stop(None)
+    async with hosting(servicer.handler()) as target:
+        yield target, servicer
 
 
 def texts_of(results: Results) -> list[str]:
@@ -242,3 +237,43 @@ async def test_error_of_the_sources_ends_the_iteration() -> None:
             [result async for result in client.generate_many(sources())]
         with pytest.raises(ValueError, match="4294967296"):
             [result async for result in client.generate_many([(1 << 32,)])]
+
+
+async def test_request_that_is_never_answered_ends_at_the_clients_deadline(ask: Ask) -> None:
+    async def answer_others(server: Scripted, context: Any) -> None:
+        async for request in server.requests(context):
+            if request.request.text != TEXTS[3]:
+                await context.write(answered(request))
+
+    async with scripted(answer_others) as (target, _):
+        assert texts_of(await ask(target, 1.0)) == [*EXPECTED[:3], "DEADLINE_EXCEEDED", *EXPECTED[4:]]
+
+
+async def test_time_limit_of_a_request_covers_all_its_attempts(ask: Ask) -> None:
+    limits: list[int] = []
+
+    async def refuse_twice(server: Scripted, context: Any) -> None:
+        async for request in server.requests(context):
+            if request.id == 0:
+                limits.append(request.timeout_millis)
+            is_early = server.received[request.request.text] < 3
+            code = grpc.StatusCode.UNAVAILABLE
+            await context.write(refused(request, code) if is_early else answered(request))
+
+    async with scripted(refuse_twice) as (target, _):
+        assert texts_of(await ask(target, 60.0)) == EXPECTED
+    first, second, third = limits
+    assert 60_000 >= first > second > third
+
+
+async def test_server_that_could_not_say_whether_it_has_the_call_is_asked_again() -> None:
+    is_well = False
+
+    async def be_older(server: Scripted, context: Any) -> None:
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED if is_well else grpc.StatusCode.UNAVAILABLE, "not here")
+
+    async with scripted(be_older) as (target, server), AsyncClient(target, connection=QUICK) as client:
+        assert texts_of([result async for result in client.generate_many(TEXTS)]) == ["UNAVAILABLE"] * len(TEXTS)
+        is_well = True
+        assert texts_of([result async for result in client.generate_many(TEXTS)]) == EXPECTED
+    assert server.num_single == len(TEXTS)

@@ -216,9 +216,9 @@ def test_preempted_request_can_end_while_its_source_is_encoded_again(loop: async
     group = bench.ask(long_request("ccc", params=params, arrival_s=bench.clock()))
     assert run_until_preempted(bench) is group
     bench.runner.before_encode = lambda sources: bench.clock.advance(5.0)
+    produced = group.sequences[0].produced
     bench.finish()
     event = bench.output(group)
-    produced = group.sequences[0].produced
     assert (event.token_ids, event.finish_reason) == (produced, FinishReason.TIME_LIMIT)
     assert event.num_generated == len(produced) > 0
 

@@ -11,7 +11,8 @@ import grpc
 import grpc.aio
 
 from antiphon.client.async_many import end_of_call
-from antiphon.client.many import together
+from antiphon.client.many import lost, together
+from antiphon.client.messages import ServerError
 from antiphon.client.terms import Terms
 from antiphon.load.calls.reading import Reading
 from antiphon.load.calls.record import Outcome
@@ -81,16 +82,20 @@ class Multiplexed:
                 now_s = time.monotonic()
                 for answer in response.answers:
                     self._take(answer, now_s)
+            self._end(lost())
         except grpc.aio.AioRpcError as broken:
-            error = end_of_call(broken)
-            for reading, answered in self._open.values():
-                reading.refused(Outcome(error.code.name, error.reason), error.message)
-                if not answered.done():
-                    answered.set_result(None)
+            self._end(end_of_call(broken))
         finally:
             writing.cancel()
             call.cancel()
             self._unsent.clear()
+
+    def _end(self, error: ServerError) -> None:
+        """Note that the call has ended without the answers of its open requests."""
+        for reading, answered in self._open.values():
+            reading.refused(Outcome(error.code.name, error.reason), error.message)
+            if not answered.done():
+                answered.set_result(None)
 
     async def _write(self, call: Call) -> None:
         with contextlib.suppress(grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError):

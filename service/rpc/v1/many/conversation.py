@@ -41,9 +41,10 @@ class Conversation:
         call = current_call()
         assert call is not None
         self._call: Call = call
-        self._open: dict[int, OpenRequest] = {}
+        self._open: set[OpenRequest] = set()
+        self._by_id: dict[int, OpenRequest] = {}  # those whose last answer is not on its way
         self._reading: dict[int, asyncio.Task[None]] = {}  # long texts, read in a thread
-        self._outbox = Outbox(pacing.writer(context), lambda: pacing.window_s, self._answered)
+        self._outbox = Outbox(pacing.writer(context), lambda: pacing.window_s, self._answering, self._answered)
         self._has_room = asyncio.Event()
         self._has_room.set()
         self._is_idle = asyncio.Event()
@@ -78,10 +79,11 @@ class Conversation:
 
     def _begin(self, given: pb.ManyRequest, group: asyncio.TaskGroup) -> None:
         """Start one request: a short text is read at once, a long one in a task of its own."""
-        if given.id in self._open:
+        if given.id in self._by_id:
             raise InvalidArgument("requests.id", given.id, "different from those of the call's unanswered requests")
         call = self._in_flight.begin_request(self._call, self._name, f"{self._call.request_id}/{given.id}")
-        one = self._open[given.id] = OpenRequest(given.id, given.is_whole, call)
+        one = self._by_id[given.id] = OpenRequest(given.id, given.is_whole, call)
+        self._open.add(one)
         self._is_idle.clear()
         if len(self._open) >= MAX_OPEN_REQUESTS:
             self._has_room.clear()
@@ -118,14 +120,18 @@ class Conversation:
 
     def _cancel(self, ids: Any) -> None:
         for request_id in ids:
-            if (one := self._open.get(request_id)) is not None:
+            if (one := self._by_id.get(request_id)) is not None:
                 one.give_up(CancelCause.CLIENT)
             if (reading := self._reading.get(request_id)) is not None:
                 reading.cancel()
 
+    def _answering(self, one: OpenRequest) -> None:
+        """Free the id of a request whose last answer is about to be written: the client may use it at once."""
+        del self._by_id[one.id]
+
     def _answered(self, one: OpenRequest) -> None:
         """End the record of a request whose last answer was written."""
-        del self._open[one.id]
+        self._open.remove(one)
         self._has_room.set()
         if not self._open:
             self._is_idle.set()
@@ -133,12 +139,13 @@ class Conversation:
 
     def _leave(self, cause: CancelCause | None) -> None:
         """End what is unanswered when the call ends. cause: None where the client left."""
-        for one in self._open.values():
+        for one in self._open:
             if (work := one.submitted) is not None:
                 one.give_up(cause or cause_of_leaving(work.request, work.engine.clock()))
             one.call.code = "CANCELLED"
             self._in_flight.end_request(one.call)
         self._open.clear()
+        self._by_id.clear()
         self._outbox.drop()
 
 

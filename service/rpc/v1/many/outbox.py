@@ -19,15 +19,20 @@ _WHOLE_WINDOW_S = 0.01
 class Outbox:
     """Writes the answers of one call, one message at a time. For the event loop.
 
-    window_s: time from one message with deltas to the next, in which answers are collected. on_answered: called with
-    each request whose last answer was written.
+    window_s: time from one message with deltas to the next, in which answers are collected. on_answering, on_answered:
+    called with each request before and after its last answer is written.
     """
 
     def __init__(
-        self, writer: Writer, window_s: Callable[[], float], on_answered: Callable[[OpenRequest], None]
+        self,
+        writer: Writer,
+        window_s: Callable[[], float],
+        on_answering: Callable[[OpenRequest], None],
+        on_answered: Callable[[OpenRequest], None],
     ) -> None:
         self._writer = writer
         self._window_s = window_s
+        self._on_answering = on_answering
         self._on_answered = on_answered
         self._ready: deque[OpenRequest] = deque()
         self._is_closed = self._is_dropped = False
@@ -72,6 +77,7 @@ class Outbox:
             one = self._ready.popleft()
             num_before = len(response.answers)
             if one.write_to(response):
+                self._on_answering(one)
                 answered.append(one)
             num_bytes += sum(answer.ByteSize() for answer in response.answers[num_before:])
         if response.answers:
