@@ -245,13 +245,16 @@ def test_absent_server_is_reported() -> None:
         run(plan_of("127.0.0.1:1", timeout_s=0.2))
 
 
-async def test_requests_of_a_call_that_breaks_end_with_its_status_and_the_next_opens_another() -> None:
+@pytest.mark.parametrize("ends_well", [False, True])
+async def test_requests_of_a_call_that_ends_early_are_errors_and_the_next_opens_another(ends_well: bool) -> None:
     class Breaking(Scripted):
         async def generate_many(self, messages: Any, context: Any) -> Any:
             async for message in messages:
                 self.asked += [(one.request, context.peer(), None) for one in message.requests]
-                await context.abort(grpc.StatusCode.UNAVAILABLE, "the server stops")
-                yield
+                if not ends_well:
+                    await context.abort(grpc.StatusCode.UNAVAILABLE, "the server stops")
+                return
+            yield
 
     scripted = Breaking()
     async with served(scripted) as target:
