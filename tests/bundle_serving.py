@@ -19,7 +19,7 @@ from antiphon.service.rpc.v1.handlers import Calls
 from antiphon.service.rpc.v1.models import Models, Served
 from antiphon.service.server.models.loading import Shared, load
 from antiphon.service.server.models.memory import MemoryBudget
-from antiphon.service.server.process import build_server
+from antiphon.service.server.parts import build_server
 from antiphon.service.server.settings import ServerConfig
 from tests.waits import client_waits
 

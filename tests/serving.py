@@ -42,7 +42,7 @@ from antiphon.service.rpc.v1.served.served_model import ServedModel
 from antiphon.service.rpc.v1.servicer import InferenceServicer
 from antiphon.service.server.access import Access
 from antiphon.service.server.listener import close_port, open_port
-from antiphon.service.server.process import SERVICES, build_server, build_waits, call_limits
+from antiphon.service.server.parts import SERVICES, build_server, build_waits, call_limits
 from antiphon.service.server.settings import ServerConfig
 from antiphon.v1 import inference_pb2 as pb
 from antiphon.v1.inference_pb2_grpc import InferenceServiceStub

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
 import grpc
 import grpc.aio
@@ -34,8 +35,24 @@ _NAMES: TypeAdapter[str] = TypeAdapter(ModelName)
 _MAX_MESSAGE_BYTES = 65_536  # a name, a path and a few numbers
 
 
+class Admin(Protocol):
+    """Methods of the service. They raise AntiphonError."""
+
+    async def load_model(self, message: pb.LoadModelRequest, context: Context) -> pb.LoadModelResponse:
+        """Load a bundle and serve it."""
+        ...
+
+    async def unload_model(self, message: pb.UnloadModelRequest, context: Context) -> pb.UnloadModelResponse:
+        """Stop serving a model and unload it."""
+        ...
+
+    async def get_memory(self, message: pb.GetMemoryRequest, context: Context) -> pb.GetMemoryResponse:
+        """Return the bytes of each model in the memory budget."""
+        ...
+
+
 class AdminServicer:
-    """RPC methods. They raise AntiphonError; `rpc.py` converts it to a status."""
+    """RPC methods of a process. They raise AntiphonError; `rpc.py` converts it to a status."""
 
     def __init__(self, control: Control, budget: MemoryBudget, config: ServerConfig) -> None:
         self._control = control
@@ -74,7 +91,7 @@ class AdminServicer:
 
 
 def build_admin_server(
-    servicer: AdminServicer,
+    servicer: Admin,
     telemetry: Telemetry,
     waits: ClientWaits,
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
