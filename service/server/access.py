@@ -38,13 +38,17 @@ class Access:
         self._tokens = self._open_tokens("auth_tokens_file", config.auth_tokens_file)
         self._admin_tokens = self._open_tokens("admin_tokens_file", config.admin_tokens_file)
 
-    def port_certificates(self) -> PortCertificates | None:
-        """Return the certificates of a further gRPC port; None serves plaintext."""
+    def port_certificates(self, *, is_shared: bool = False) -> PortCertificates | None:
+        """Return the certificates of a further gRPC port; None serves plaintext.
+
+        is_shared: other processes listen on the port too.
+        """
         if self.certificates is None:
             return None
         return PortCertificates(
             self.certificates,
             needs_client=self._config.tls_client_ca is not None,
+            is_shared=is_shared,
             on_failure=lambda: self._metrics.count_tls("failed"),
         )
 

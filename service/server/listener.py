@@ -45,8 +45,8 @@ PROBE_OPTIONS: tuple[Option, ...] = (
 """Options of the probe port, which is open to all: a few concurrent probes, each with the name of a service."""
 
 
-def channel_options(settings: AccessSettings) -> list[Option]:
-    """Return the gRPC options of the gRPC port."""
+def channel_options(settings: AccessSettings, *, shares_port: bool = False) -> list[Option]:
+    """Return the gRPC options of the gRPC port. shares_port: other processes listen on it too."""
     limits: dict[str, float | None] = {
         "grpc.max_send_message_length": settings.max_response_bytes,
         "grpc.max_allowed_incoming_connections": settings.max_connections,
@@ -55,7 +55,7 @@ def channel_options(settings: AccessSettings) -> list[Option]:
         "grpc.max_connection_idle_ms": _in_ms(settings.max_connection_idle_s),
     }
     return [
-        ("grpc.so_reuseport", 0),  # with it, two servers could share a port unnoticed
+        ("grpc.so_reuseport", int(shares_port)),  # with it, two servers could share a port unnoticed
         ("grpc.max_receive_message_length", settings.max_message_bytes),
         ("grpc.max_concurrent_streams", settings.max_concurrent_streams),
         *_CORE_REFUSES_NOTHING,

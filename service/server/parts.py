@@ -68,7 +68,9 @@ class Parts:
     server: grpc.aio.Server
 
     @classmethod
-    async def assemble(cls, config: ServerConfig, access: Access, shared: Shared, telemetry: Telemetry) -> Self:
+    async def assemble(
+        cls, config: ServerConfig, access: Access, shared: Shared, telemetry: Telemetry, *, shares_port: bool = False
+    ) -> Self:
         """Build the parts. The health service reports a process that is alive and not ready."""
         servicer = health.aio.HealthServicer()
         probes = Probes(servicer, SERVICES)
@@ -77,7 +79,7 @@ class Parts:
         resets = Resets(shared.families.connections_closed.inc)
         calls = Calls(control.models, telemetry, shared.pacing, call_limits(config), resets)
         interceptors = access.interceptors(telemetry, shared.pacing.waits)
-        server = build_server(config, calls, servicer, shared.pacing, interceptors)
+        server = build_server(config, calls, servicer, shared.pacing, interceptors, shares_port=shares_port)
         return cls(
             config=config,
             shared=shared,
@@ -131,8 +133,11 @@ def within_files(config: ServerConfig) -> ServerConfig:
     return config.model_copy(update={"max_connections": min(limits, default=None)})
 
 
-def shared_parts(config: ServerConfig, registry: CollectorRegistry) -> Shared:
-    """Return what the models of this process share, with metrics in a registry."""
+def shared_parts(config: ServerConfig, registry: CollectorRegistry, *, num_workers: int = 1) -> Shared:
+    """Return what the models of this process share, with metrics in a registry.
+
+    num_workers: processes like this one, which all need their own caches and workspaces.
+    """
     families = MetricFamilies(registry)
     add_process_metrics(registry)
     if config.memory_limit_bytes is not None:
@@ -147,6 +152,7 @@ def shared_parts(config: ServerConfig, registry: CollectorRegistry) -> Shared:
         long_texts=LongTexts(2 * max(config.max_message_bytes, config.max_text_bytes)),
         budget=MemoryBudget(config.memory_limit_bytes),
         machine_bytes=machine_bytes,
+        num_workers=num_workers,
     )
 
 
@@ -175,11 +181,16 @@ def build_server(
     health_servicer: health.aio.HealthServicer,
     pacing: Pacing,
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+    *,
+    shares_port: bool = False,
 ) -> grpc.aio.Server:
     """Return a gRPC server with the calls, health and reflection, not yet bound to a port."""
     free_failed_batches()
     # Data of channelz is collected only if there is an admin port, which serves it.
-    options = [*channel_options(config), ("grpc.enable_channelz", int(config.admin_port is not None))]
+    options = [
+        *channel_options(config, shares_port=shares_port),
+        ("grpc.enable_channelz", int(config.admin_port is not None)),
+    ]
     server = grpc.aio.server(options=options, interceptors=interceptors)
     in_flight = calls.in_flight
     open_inference = OpenInferenceServicer(calls.models, in_flight, Health(health_servicer), pacing)

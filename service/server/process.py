@@ -1,4 +1,4 @@
-"""Server process of `antiphon serve`: opens the ports, loads bundles and serves.
+"""Server process of `antiphon serve`: opens the ports, loads bundles and serves. With workers, starts them.
 
 Owns start-up. `parts.py` owns what answers calls, `side_ports.py` the other ports, and `lifecycle.py` the shutdown.
 """
@@ -32,6 +32,8 @@ from antiphon.service.server.parts import Parts, shared_parts, within_files
 from antiphon.service.server.ready_line import Ports, ready_line
 from antiphon.service.server.settings import ConfigError, ServerConfig, add_config_arguments, load_config, to_toml
 from antiphon.service.server.side_ports import admin_port, check_ports, metrics_port, probe_port
+from antiphon.service.server.workers.division import divide
+from antiphon.service.server.workers.process import run_workers
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,6 +54,8 @@ def run(arguments: argparse.Namespace) -> int:
         handler = configure_logging(config.log_level, config.log_format)
         check_tracing(config)
         check_ports(config)
+        if len(divisions := divide(config)) > 1:
+            return run_workers(config, divisions)
         config = within_files(config)
         registry = CollectorRegistry()
         shared = shared_parts(config, registry)

@@ -44,6 +44,7 @@ MAX_GRACE_S = 3600
 SHIPPED_BUNDLE = Path(__file__).parents[2] / "model" / "bundles" / "en-de"
 
 LogLevel = Literal["debug", "info", "warning", "error"]
+Workers = Annotated[int, Field(ge=1, le=256)] | Literal["auto"]
 LogFormat = Literal["text", "json"]
 ENDPOINT_PATTERN = r"^https?://[^/\s]+/?$"
 AccessLog = Literal["all", "errors", "none"]
@@ -93,6 +94,10 @@ class ServerConfig(AccessSettings):
     lanes: Lanes = Field(
         default=1,
         description="Lanes that compute steps side by side, each with its part of threads; auto: the fastest number.",
+    )
+    workers: Workers = Field(
+        default=1,
+        description="Processes that share the gRPC port and divide the cores; auto: by cores and size of the models.",
     )
     max_num_seqs: int = server_limit("max_num_seqs")
     max_num_batched_tokens: int = server_limit("max_num_batched_tokens")

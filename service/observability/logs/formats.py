@@ -20,15 +20,22 @@ from antiphon.service.observability.call import current_call
 from antiphon.service.observability.logs.log_handler import BackgroundHandler
 
 _PLAIN = re.compile(r"[!#-<>-~]+")  # visible ASCII but " and =
+# Fields of every record of this process.
+_OF_PROCESS: dict[str, object] = {}
 _ENCODE = json.JSONEncoder(ensure_ascii=False, default=str).encode
 
 
-def configure_logging(level: str, kind: str, stream: TextIO | None = None) -> BackgroundHandler:
+def configure_logging(
+    level: str, kind: str, stream: TextIO | None = None, *, worker: int | None = None
+) -> BackgroundHandler:
     """Send every record of a level or above to a stream, standard error by default. kind: text or json.
 
+    worker: number of this process among several of a server, which every record then shows.
     Returns the handler that writes them.
     """
     handler = BackgroundHandler(stream or sys.stderr)
+    if worker is not None:
+        _OF_PROCESS["worker"] = worker
     handler.setFormatter(JsonFormatter() if kind == "json" else TextFormatter())
     # The formats show none of these, and looking them up takes longer than the rest (documented switches of logging).
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
@@ -94,6 +101,8 @@ def _whole_second(since_1970: int) -> str:
 def _fields(record: logging.LogRecord) -> dict[str, object]:
     """Return a record's own fields, the id of the current RPC, and the exception as text."""
     fields: dict[str, object] = record.__dict__.get("fields", {})
+    if _OF_PROCESS:
+        fields = fields | _OF_PROCESS
     if "request_id" not in fields and (call := current_call()) is not None:
         fields = fields | {"request_id": call.request_id}
     if record.exc_info and record.exc_info[1] is not None:

@@ -60,9 +60,14 @@ class Probes:
         self._models[model] = status
         await self._update()
 
-    async def ready(self) -> None:
-        """Report that every configured model is loaded."""
-        self._is_ready = True
+    @property
+    def is_live(self) -> bool:
+        """True while the process is alive."""
+        return self._is_live
+
+    async def ready(self, *, is_ready: bool = True) -> None:
+        """Report whether every configured model is loaded, and can be served."""
+        self._is_ready = is_ready
         await self._update()
 
     async def leave(self) -> None:

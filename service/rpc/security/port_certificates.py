@@ -22,7 +22,7 @@ from collections.abc import Callable
 
 import grpc
 
-from antiphon.service.rpc.security.half_open import HalfOpen, begin_handshake
+from antiphon.service.rpc.security.half_open import HalfOpen, begin_handshake, begin_own_handshake
 from antiphon.service.rpc.security.reload import Reloading
 from antiphon.service.rpc.security.tls import Certificates
 
@@ -41,13 +41,20 @@ _POLL_S = 1.0
 class PortCertificates:
     """Certificates that one gRPC port presents. `credentials` are for this port only.
 
-    needs_client: clients must present a certificate too. on_failure: called for every renewal that failed.
+    needs_client: clients must present a certificate too. is_shared: other processes listen on the port too.
+    on_failure: called for every renewal that failed.
     """
 
     def __init__(
-        self, certificates: Reloading[Certificates], *, needs_client: bool, on_failure: Callable[[], None]
+        self,
+        certificates: Reloading[Certificates],
+        *,
+        needs_client: bool,
+        is_shared: bool = False,
+        on_failure: Callable[[], None],
     ) -> None:
         self._certificates = certificates
+        self._begin_handshake = begin_own_handshake if is_shared else begin_handshake
         self._on_failure = on_failure
         self._shown = certificates.current()
         # More than one after a renewal whose result is unknown.
@@ -104,7 +111,7 @@ class PortCertificates:
     def _renew(self, new: Certificates, host: str, port: int) -> None:
         """Make the port present new certificates. Raises OSError."""
         began_s = time.monotonic()
-        guard = begin_handshake(host, port)
+        guard = self._begin_handshake(host, port)
         with contextlib.ExitStack() as unless_taken:
             unless_taken.callback(guard.close)
             if guard.leaf not in self._possible_leaves:
@@ -112,7 +119,7 @@ class PortCertificates:
             self._possible_leaves.add(new.leaf)
             self._offer.make(new.grpc, until_s=began_s + _OFFER_S)
             try:  # This connection takes the offer, unless a client's connection comes first.
-                with contextlib.closing(begin_handshake(host, port)) as second:
+                with contextlib.closing(self._begin_handshake(host, port)) as second:
                     shown = second.leaf
             finally:
                 was_taken = self._offer.withdraw()

@@ -38,12 +38,16 @@ class StartupError(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shared:
-    """Parts that the models of a server share. machine_bytes: memory of the machine; None if unknown."""
+    """Parts that the models of a process share.
+
+    machine_bytes: memory of the machine; None if unknown. num_workers: processes that serve the same models.
+    """
 
     families: MetricFamilies
     pacing: Pacing
     budget: MemoryBudget
     machine_bytes: int | None = None
+    num_workers: int = 1
     long_texts: LongTexts = field(default_factory=LongTexts)
 
 
@@ -55,7 +59,8 @@ def load(plan: ModelPlan, shared: Shared) -> Served:
     try:
         bundle = load_bundle(plan.path)
         name = plan.name or bundle.manifest.name
-        need = need_of(bundle, bundle.graph_set(plan.precision), plan.limits, max(_possible_lanes(bundle, plan)))
+        num_lanes = max(_possible_lanes(bundle, plan))
+        need = need_of(bundle, bundle.graph_set(plan.precision), plan.limits, num_lanes, num_workers=shared.num_workers)
         shared.budget.take(name, need)
         try:
             check_memory(shared.budget.held, shared.machine_bytes)

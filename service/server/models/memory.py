@@ -49,7 +49,7 @@ class ModelMemory:
 class Need:
     """Memory that a model needs, and the settings that could reduce it.
 
-    num_blocks, block_bytes: cache blocks and bytes of one; 0 without a decoder.
+    num_blocks, block_bytes: cache blocks of a worker, and bytes of one in all workers; 0 without a decoder.
     fewest_blocks: what one longest sequence takes, below which no cache can be.
     """
 
@@ -88,18 +88,23 @@ class MemoryBudget:
             self._held.pop(name, None)
 
 
-def need_of(bundle: Bundle, graphs: GraphSet, limits: EngineLimits, num_lanes: int = 1) -> Need:
-    """Return the memory needed to serve these graphs of a bundle; every lane has a workspace of its own."""
+def need_of(
+    bundle: Bundle, graphs: GraphSet, limits: EngineLimits, num_lanes: int = 1, *, num_workers: int = 1
+) -> Need:
+    """Return the memory needed to serve these graphs of a bundle.
+
+    Workers share the weights; each has a cache of its own, and each of its lanes a workspace.
+    """
     model = bundle.manifest.model
     fewest = blocks_of_longest(*model.longest_cached, BLOCK_SIZE)
-    num_blocks = block_bytes = 0
+    num_blocks = block_bytes = 0  # of every worker; bytes of all workers
     if graphs.decoder is not None:
         num_blocks = limits.num_cache_blocks(fewest)
-        block_bytes = math.prod(pool_axes(model)) * np.dtype(graphs.cache or "float32").itemsize
+        block_bytes = num_workers * math.prod(pool_axes(model)) * np.dtype(graphs.cache or "float32").itemsize
     memory = ModelMemory(
         weight_bytes=_weight_bytes(bundle, graphs),
         cache_bytes=num_blocks * block_bytes,
-        workspace_bytes=_workspace_bytes(bundle, graphs, limits, num_lanes),
+        workspace_bytes=num_workers * _workspace_bytes(bundle, graphs, limits, num_lanes),
     )
     return Need(memory=memory, num_blocks=num_blocks, block_bytes=block_bytes, fewest_blocks=fewest)
 

@@ -1,0 +1,164 @@
+"""Supervisor process of `antiphon serve --workers`: owns the ports beside the gRPC port, and the workers.
+
+The workers listen on the gRPC port themselves: the kernel gives each connection to one of them (SO_REUSEPORT).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+
+import uvloop
+from grpc_health.v1 import health
+from grpc_health.v1.health_pb2 import HealthCheckResponse
+from prometheus_client import CollectorRegistry, Metric
+
+from antiphon.service.observability.metrics.metric_families import MetricFamilies
+from antiphon.service.observability.metrics.process_metrics import add_process_metrics
+from antiphon.service.observability.telemetry import Telemetry
+from antiphon.service.rpc.calls.background import running_in_background
+from antiphon.service.rpc.calls.connections.ports import PortError
+from antiphon.service.rpc.calls.probes import Probes
+from antiphon.service.rpc.security.file_metrics import FileMetrics
+from antiphon.service.server.access import Access
+from antiphon.service.server.lifecycle import Stop, end_now
+from antiphon.service.server.parts import SERVICES, build_waits
+from antiphon.service.server.ready_line import Ports, ready_line
+from antiphon.service.server.settings import ServerConfig
+from antiphon.service.server.side_ports import admin_port, metrics_port, probe_port
+from antiphon.service.server.workers.admin import WorkersAdmin
+from antiphon.service.server.workers.division import Division
+from antiphon.service.server.workers.merged_metrics import MergedCollector, Totals, exposition_of
+from antiphon.service.server.workers.supervisor import Supervisor, WorkerFailed
+from antiphon.service.server.workers.worker_process import LoadedModel, WorkerProcess
+
+# Time for the metrics of one worker, whose event loop may be busy. A scrape has ten seconds.
+_METRICS_TIMEOUT_S = 5.0
+_SUPERVISOR = "supervisor"
+
+
+def run_workers(config: ServerConfig, divisions: Sequence[Division]) -> int:
+    """Serve until asked to stop, then end the process with the largest exit code of the workers.
+
+    Returns the exit code of a worker that could not start. Raises PortError or FileProblem.
+    """
+    registry = CollectorRegistry()
+    families = MetricFamilies(registry)
+    add_process_metrics(registry)
+    access = Access(config, FileMetrics(families))
+    access.warn()
+    try:
+        with _reserved(config.host, config.port) as port:
+            shared = config.model_copy(update={"port": port})
+            uvloop.run(_Server(shared, divisions, access, families, registry).serve())
+    except WorkerFailed as error:
+        return error.code if error.code > 0 else 1
+    return 0
+
+
+@contextlib.contextmanager
+def _reserved(host: str, port: int) -> Iterator[int]:
+    """Hold a port that sockets of this user's other processes may listen on; yield its number. Raises PortError."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, kind, protocol) as held:
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            held.bind(address)
+            yield held.getsockname()[1]
+    except OSError as error:
+        raise PortError(f"port {port} on {host} cannot be used: {error.strerror or error}") from None
+
+
+class _Server:
+    """A supervisor with its ports. Create it outside, use it inside the event loop."""
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        divisions: Sequence[Division],
+        access: Access,
+        families: MetricFamilies,
+        registry: CollectorRegistry,
+    ) -> None:
+        self._config = config
+        self._access = access
+        self._families = families
+        self._registry = registry
+        self._totals = Totals()
+        # A worker has no port of its own, so it needs no settings of the others.
+        own = config.model_copy(update={"admin_port": None, "probe_port": None})
+        self._supervisor = Supervisor(
+            own, divisions, registry, on_change=self._report_health, on_ended=self._totals.add
+        )
+        self._admin = WorkersAdmin(lambda: self._supervisor.serving, self._loaded, self._unloaded)
+        self._is_started = False
+
+    async def serve(self) -> None:
+        """Serve, then end the process."""
+        stop = Stop()
+        stop.on_signals()
+        servicer = health.aio.HealthServicer()
+        self._probes = Probes(servicer, SERVICES)
+        await self._probes.start()
+        waits = build_waits(self._config, self._families)
+        telemetry = Telemetry(self._families)
+        async with self._metrics_port() as metrics, probe_port(self._config, servicer) as probe:
+            models = await self._started(stop)
+            if models is not None:
+                for model in models:
+                    await self._probes.announce(model.name, HealthCheckResponse.SERVING)
+                self._is_started = True
+                await self._report_health()
+                async with (
+                    admin_port(self._config, self._access, self._admin, telemetry, waits) as admin,
+                    running_in_background(self._supervisor.keep(self._catch_up)),
+                ):
+                    ports = Ports(port=self._config.port, metrics=metrics, admin=admin, probe=probe)
+                    print(ready_line(self._config, models, ports), flush=True)
+                    await stop.wait()
+                    await self._probes.leave()
+                    end_now(await self._supervisor.stop())
+            end_now(await self._supervisor.stop())
+
+    async def _started(self, stop: Stop) -> list[LoadedModel] | None:
+        try:
+            return await stop.unless_asked(self._supervisor.start())
+        except WorkerFailed:
+            await self._supervisor.stop()
+            raise
+
+    async def _catch_up(self, worker: WorkerProcess, serve: Callable[[], Awaitable[None]]) -> None:
+        async with self._admin.changing:
+            await self._admin.catch_up(worker)
+            await serve()
+
+    async def _report_health(self) -> None:
+        await self._probes.ready(is_ready=self._is_started and bool(self._supervisor.serving))
+
+    async def _loaded(self, model: str) -> None:
+        await self._probes.announce(model, HealthCheckResponse.SERVING)
+
+    async def _unloaded(self, model: str) -> None:
+        await self._probes.announce(model, HealthCheckResponse.NOT_SERVING)
+        self._totals.forget(model)
+
+    @contextlib.asynccontextmanager
+    async def _metrics_port(self) -> AsyncIterator[int]:
+        loop = asyncio.get_running_loop()
+        merged = CollectorRegistry()
+        # Scrapes run in threads of their own.
+        collect = MergedCollector(lambda: asyncio.run_coroutine_threadsafe(self._metrics(), loop).result())
+        merged.register(collect)
+        with metrics_port(self._config, self._access, merged) as port:
+            yield port
+
+    async def _metrics(self) -> list[Metric]:
+        """Return the metrics of all workers that serve, and of this process."""
+        workers = self._supervisor.serving
+        texts = await asyncio.gather(*(worker.metrics(_METRICS_TIMEOUT_S) for worker in workers))
+        expositions = {str(worker.role.index): text for worker, text in zip(workers, texts, strict=True)}
+        return self._totals.merged(expositions | {_SUPERVISOR: exposition_of(self._registry)})

@@ -1,0 +1,35 @@
+"""What a supervisor gives a new worker: its settings and its place among the workers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Self
+
+from antiphon.service.server.settings import ServerConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Role:
+    """Place of one worker.
+
+    index: from 0. num_workers: of the server. cores: to run on; empty for any. opens_early: its port opens before its
+    models are loaded, so that early clients are told to try again; that of a worker which takes the place of another
+    opens when it can serve, because other workers can.
+    """
+
+    index: int
+    num_workers: int
+    cores: tuple[int, ...]
+    opens_early: bool
+
+    def to_json(self, config: ServerConfig) -> bytes:
+        """Return the role and the settings as JSON."""
+        return json.dumps({"role": asdict(self), "config": config.model_dump(mode="json")}).encode()
+
+    @classmethod
+    def of_json(cls, text: bytes) -> tuple[Self, ServerConfig]:
+        """Return the role and the settings from JSON."""
+        given = json.loads(text)
+        role = given["role"] | {"cores": tuple(given["role"]["cores"])}
+        return cls(**role), ServerConfig(**given["config"])
