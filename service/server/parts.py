@@ -69,17 +69,26 @@ class Parts:
 
     @classmethod
     async def assemble(
-        cls, config: ServerConfig, access: Access, shared: Shared, telemetry: Telemetry, *, shares_port: bool = False
+        cls,
+        config: ServerConfig,
+        access: Access,
+        shared: Shared,
+        telemetry: Telemetry,
+        *,
+        place: str | None = None,
     ) -> Self:
-        """Build the parts. The health service reports a process that is alive and not ready."""
+        """Build the parts. The health service reports a process that is alive and not ready.
+
+        place: index of this process and number of processes that share the port, such as 0/2; None if it is alone.
+        """
         servicer = health.aio.HealthServicer()
         probes = Probes(servicer, SERVICES)
         await probes.start()
         control = Control(Models(), shared, probes.announce)
         resets = Resets(shared.families.connections_closed.inc)
-        calls = Calls(control.models, telemetry, shared.pacing, call_limits(config), resets)
+        calls = Calls(control.models, telemetry, shared.pacing, call_limits(config), resets, place)
         interceptors = access.interceptors(telemetry, shared.pacing.waits)
-        server = build_server(config, calls, servicer, shared.pacing, interceptors, shares_port=shares_port)
+        server = build_server(config, calls, servicer, shared.pacing, interceptors, shares_port=place is not None)
         return cls(
             config=config,
             shared=shared,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable
 from copy import copy
+from functools import partial
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
-from antiphon.client.async_many import Call, Conversation, is_offered
+from antiphon.client.async_channels import Channels
+from antiphon.client.async_many import Conversation
 from antiphon.client.connection import Connection
 from antiphon.client.many import DEFAULT_CONCURRENCY, ManyRequests
 from antiphon.client.messages import (
@@ -30,12 +31,16 @@ from antiphon.client.messages import (
 from antiphon.client.options import Options
 from antiphon.client.ordered import ordered_map
 from antiphon.client.reading_calls import AsyncReadingCalls
+from antiphon.client.spread import spread
 from antiphon.client.terms import DEFAULT_TARGET, SERVICE_NAME, Priority, Terms
 from antiphon.v1 import inference_pb2, inference_pb2_grpc
 
+if TYPE_CHECKING:
+    pass
+
 
 class AsyncClient(AsyncReadingCalls):
-    """Calls a server from one event loop, over one connection. Close it, or use it as a context manager."""
+    """Calls a server from one event loop, over one connection or several. Close it, or use it as a context manager."""
 
     def __init__(
         self,
@@ -48,7 +53,7 @@ class AsyncClient(AsyncReadingCalls):
         timeout_s: float | None = None,
         priority: Priority | None = None,
     ) -> None:
-        """Open the connection. target: host:port, or several in gRPC's notation. model: empty is the server's first.
+        """Open the connections. target: host:port, or several in gRPC's notation. model: empty is the server's first.
 
         source_language, target_language: of every call, as `get_model` lists them; empty takes the model's default.
         connection: encryption, credentials, retries, balancing. timeout_s: default deadline of a call, retries
@@ -56,11 +61,10 @@ class AsyncClient(AsyncReadingCalls):
         """
         how = connection or Connection()
         self._terms = Terms(how, timeout_s=timeout_s, priority=priority)
-        self._channel = how.open_async(target, SERVICE_NAME)
-        self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
+        self._channels = Channels(partial(how.open_async, target, SERVICE_NAME), how, self._terms)
+        self._stub = inference_pb2_grpc.InferenceServiceStub(spread(self._channels.opened))
         self._model = model
         self._languages = Languages(source=source_language, target=target_language)
-        self._is_many_offered = None if how.load_balancing == "pick_first" else False
 
     def with_languages(self, source_language: str = "", target_language: str = "") -> Self:
         """Return a client for other languages that shares this client's connection: close only one of them."""
@@ -118,12 +122,12 @@ class AsyncClient(AsyncReadingCalls):
         concurrency: int = DEFAULT_CONCURRENCY,
     ) -> AsyncIterator[list[Generation] | ServerError]:
         """Yield every target of each source, in order, as generate_many does."""
-        if not await self._has_many():
+        if (calls := await self._channels.many_calls()) is None:
             async for outcome in ordered_map(_as_async(sources), self._attempt(options), concurrency=concurrency):
                 yield outcome
             return
-        requests = ManyRequests(self._building(options), self._terms, concurrency=concurrency)
-        async for outcome in Conversation(self._open_many, _as_async(sources), requests).outcomes():
+        requests = ManyRequests(self._building(options), self._terms, concurrency=concurrency, num_calls=len(calls))
+        async for outcome in Conversation(calls, _as_async(sources), requests).outcomes():
             yield outcome
 
     def _attempt(self, options: Options | None) -> Callable[[Source], Awaitable[list[Generation] | ServerError]]:
@@ -137,18 +141,6 @@ class AsyncClient(AsyncReadingCalls):
 
     def _building(self, options: Options | None) -> Callable[[Source], inference_pb2.GenerateRequest]:
         return lambda source: self._terms.ask(stream_request(self._model, source, options, self._languages))
-
-    def _open_many(self) -> Call:
-        return self._stub.GenerateMany(**self._terms.call(math.inf))
-
-    async def _has_many(self) -> bool:
-        """Return whether many requests can share a call to this server, which is asked until it answers.
-
-        A server that cannot be reached counts as one that knows GenerateMany: the requests will say what is wrong.
-        """
-        if self._is_many_offered is None:
-            self._is_many_offered = await is_offered(self._stub.GenerateMany(**self._terms.call()))
-        return self._is_many_offered is not False
 
     async def score(
         self, source: Source, target: Source, *, num_alternatives: int = 0, timeout_s: float | None = None
@@ -179,8 +171,8 @@ class AsyncClient(AsyncReadingCalls):
             return list((await self._stub.ListModels(inference_pb2.ListModelsRequest(), **self._terms.call())).models)
 
     async def close(self) -> None:
-        """Cancel running calls and close the connection."""
-        await self._channel.close()
+        """Cancel running calls and close the connections."""
+        await self._channels.close()
 
     async def __aenter__(self) -> Self:
         return self

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 
 import grpc
 import grpc.aio
 
-from antiphon.client.many import ManyRequests, Outcome, is_known, lost, together
+from antiphon.client.many import ManyRequests, Outcome, lost, together
 from antiphon.client.messages import ServerError, Source, as_server_error
 from antiphon.v1 import inference_pb2
 
@@ -22,19 +22,19 @@ _WRITTEN_TOO_LATE = "Internal error from Core"
 class Conversation:
     """Sources on their way to a server, and their outcomes, in order. For one event loop; iterate once.
 
-    open_call: opens a GenerateMany call.
+    open_calls: each opens a GenerateMany call over a connection of its own.
     """
 
-    def __init__(self, open_call: Callable[[], Call], sources: AsyncIterator[Source], requests: ManyRequests) -> None:
-        self._open_call = open_call
+    def __init__(
+        self, open_calls: Sequence[Callable[[], Call]], sources: AsyncIterator[Source], requests: ManyRequests
+    ) -> None:
         self._sources = sources
         self._requests = requests
-        self._unsent: list[inference_pb2.ManyRequest] = []
+        self._outboxes = [_Outbox(open_call) for open_call in open_calls]
         self._is_fed = False
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self._has_room = asyncio.Event()
-        self._has_unsent = asyncio.Event()
         self._has_news = asyncio.Event()
 
     async def outcomes(self) -> AsyncIterator[Outcome]:
@@ -42,7 +42,8 @@ class Conversation:
 
         Raises the errors of the sources.
         """
-        tasks = [asyncio.create_task(self._feed()), asyncio.create_task(self._talk())]
+        talks = (self._talk(index, outbox) for index, outbox in enumerate(self._outboxes))
+        tasks = [asyncio.create_task(work) for work in (self._feed(), *talks)]
         for task in tasks:
             task.add_done_callback(lambda _: self._has_news.set())
         try:
@@ -76,9 +77,8 @@ class Conversation:
 
     def _send_due(self) -> None:
         """Send what is due, and come back when the next request is."""
-        self._unsent += self._requests.due()
-        if self._unsent:
-            self._has_unsent.set()
+        for call, message in self._requests.due():
+            self._outboxes[call].put(message)
         self._has_news.set()
         wake_s = self._requests.wake_s
         if self._timer is not None:
@@ -91,16 +91,15 @@ class Conversation:
         self._timer = None
         self._send_due()
 
-    async def _talk(self) -> None:
+    async def _talk(self, index: int, outbox: _Outbox) -> None:
         """Send requests and read answers, over a new call if the last one broke."""
         while True:
-            await self._has_unsent.wait()
-            call = self._open_call()
-            writing = asyncio.create_task(self._write(call))
+            call = await outbox.open()
+            writing = asyncio.create_task(outbox.write_to(call))
             error = lost()
             try:
                 async for response in call:
-                    self._requests.read(response)
+                    self._requests.read(index, response)
                     self._send_due()
             except grpc.aio.AioRpcError as broken:
                 error = end_of_call(broken)
@@ -108,26 +107,40 @@ class Conversation:
                 writing.cancel()
                 call.cancel()
                 await asyncio.gather(writing, return_exceptions=True)
-            self._unsent = []
-            self._has_unsent.clear()
-            self._requests.broken(error)
+            outbox.clear()
+            self._requests.broken(index, error)
             self._send_due()
 
-    async def _write(self, call: Call) -> None:
-        with _ended_call():  # the reader learns why it has ended
+
+class _Outbox:
+    """Requests on their way into the calls of one connection, one call after the other."""
+
+    def __init__(self, open_call: Callable[[], Call]) -> None:
+        self._open_call = open_call
+        self._unsent: list[inference_pb2.ManyRequest] = []
+        self._has_unsent = asyncio.Event()
+
+    def put(self, message: inference_pb2.ManyRequest) -> None:
+        self._unsent.append(message)
+        self._has_unsent.set()
+
+    def clear(self) -> None:
+        self._unsent = []
+        self._has_unsent.clear()
+
+    async def open(self) -> Call:
+        """Return a new call once there is something to send."""
+        await self._has_unsent.wait()
+        return self._open_call()
+
+    async def write_to(self, call: Call) -> None:
+        with ended_call():  # the reader learns why it has ended
             while True:
                 await self._has_unsent.wait()
-                unsent, self._unsent = self._unsent, []
-                self._has_unsent.clear()
+                unsent = self._unsent
+                self.clear()
                 for message in together(unsent):
                     await call.write(message)
-
-
-async def is_offered(call: Call) -> bool | None:
-    """Return whether the server of a new call knows GenerateMany. None: it cannot be reached."""
-    with _ended_call():
-        await call.done_writing()
-    return is_known(await call.code())
 
 
 def end_of_call(error: grpc.aio.AioRpcError) -> ServerError:
@@ -140,6 +153,6 @@ def end_of_call(error: grpc.aio.AioRpcError) -> ServerError:
     return lost() if is_own else as_server_error(error)
 
 
-def _ended_call() -> contextlib.AbstractContextManager[None]:
+def ended_call() -> contextlib.AbstractContextManager[None]:
     """Suppress what grpc.aio raises when something is written to a call that has ended."""
     return contextlib.suppress(grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError)

@@ -23,6 +23,9 @@ from antiphon.client.files import read_regular
 LoadBalancing = Literal["pick_first", "round_robin"]
 Option = tuple[str, str | int]
 
+MAX_CONNECTIONS = 256
+"""Maximum number of connections of one client."""
+
 MAX_FILE_BYTES = 1 << 24
 """Maximum size of a file of certificates, a key or a token."""
 
@@ -36,6 +39,8 @@ _KEEPALIVE_TIMEOUT_MS = 20_000
 # gRPC itself answers CANCELLED to a call that reaches a server while it closes, before a handler has started. A call
 # that its own client cancels has ended and is not retried.
 _RETRYABLE = ("UNAVAILABLE", "RESOURCE_EXHAUSTED", "CANCELLED")
+# Channels to one target otherwise share a connection.
+_OWN_CONNECTION: Option = ("grpc.use_local_subchannel_pool", 1)
 # A request that is larger than the retry buffer is not retried. gRPC's default of 256 KiB would exclude requests that a
 # server accepts (max_message_bytes, 1 MiB by default). The memory is used only while such a large request runs.
 _RETRY_BUFFER_BYTES = 1 << 24
@@ -83,6 +88,8 @@ class Connection:
 
     load_balancing: "round_robin" spreads calls over all ready addresses of the target; a name (dns:///host:port) or a
     list (ipv4:10.0.0.1:50051,10.0.0.2:50051) can have several. "pick_first" uses one address.
+    connections: number of connections, which take calls in turn. A server of several processes (--workers) answers all
+    calls of a connection in one of them. None is one, and for `generate_many` one for each process.
     keepalive_s: a connection that has been silent for this time while calls wait is pinged. None: no pings.
     """
 
@@ -96,6 +103,7 @@ class Connection:
     metadata: Mapping[str, str] = field(default_factory=dict)
     retry: RetryPolicy = field(default_factory=RetryPolicy)
     load_balancing: LoadBalancing = "pick_first"
+    connections: int | None = None
     keepalive_s: float | None = 30.0
 
     def __post_init__(self) -> None:
@@ -104,6 +112,8 @@ class Connection:
             raise ValueError(f"{given} is given without {missing}; a certificate needs its key")
         if self.token is not None and self.token_file is not None:
             raise ValueError("token and token_file are both given; give one or the other")
+        if self.connections is not None:
+            _check("connections", self.connections, 1, MAX_CONNECTIONS)
         if self.load_balancing not in _LOAD_BALANCING:
             raise ValueError(
                 f"load_balancing is {self.load_balancing!r}; it must be one of {', '.join(_LOAD_BALANCING)}"
@@ -125,10 +135,15 @@ class Connection:
     def _is_authorized(self) -> bool:
         return self.has_token or any(key.lower() == "authorization" for key in self.metadata)
 
-    def open(self, target: str, service: str) -> grpc.Channel:
-        """Open a channel for synchronous calls of a service. Raises ValueError for a file that cannot be used."""
+    def open(self, target: str, service: str, *, is_shared: bool = True) -> grpc.Channel:
+        """Open a channel for synchronous calls of a service. Raises ValueError for a file that cannot be used.
+
+        is_shared: share the connection with other channels to the target.
+        """
         self._warn_of_plain_token(target)
         options = self._options(target, service)
+        if not is_shared:
+            options.append(_OWN_CONNECTION)
         if not self.is_encrypted:
             return grpc.insecure_channel(target, options=options)
         return grpc.secure_channel(target, self._credentials(), options=options)
@@ -138,7 +153,7 @@ class Connection:
         self._warn_of_plain_token(target)
         options = self._options(target, service)
         if not is_shared:
-            options.append(("grpc.use_local_subchannel_pool", 1))
+            options.append(_OWN_CONNECTION)
         if not self.is_encrypted:
             return grpc.aio.insecure_channel(target, options=options)
         return grpc.aio.secure_channel(target, self._credentials(), options=options)

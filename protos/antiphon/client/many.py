@@ -48,18 +48,23 @@ class ManyRequests:
     """Requests in the order of their sources, at most `concurrency` of them unanswered. For one thread.
 
     build: returns the message of a source. terms: the time limit of each request, all attempts included, and the
-    retries. Times are seconds of `time.monotonic`.
+    retries. num_calls: calls that share them, each over a connection of its own. Times are seconds of `time.monotonic`.
     """
 
     def __init__(
-        self, build: Callable[[Source], inference_pb2.GenerateRequest], terms: Terms, *, concurrency: int
+        self,
+        build: Callable[[Source], inference_pb2.GenerateRequest],
+        terms: Terms,
+        *,
+        concurrency: int,
+        num_calls: int = 1,
     ) -> None:
         self._build = build
         self._terms = terms
         self._concurrency = concurrency
         self._order: deque[_Asked] = deque()
         self._timed: deque[_Asked] = deque()  # earliest deadline first: every request has the same time limit
-        self._sent: dict[int, _Asked] = {}
+        self._sent: list[dict[int, _Asked]] = [{} for _ in range(num_calls)]
         self._unsent: list[tuple[float, int, _Asked]] = []  # heap: when it is due, its id
         self._num_unanswered = self._next_id = 0
 
@@ -96,14 +101,17 @@ class ManyRequests:
         self._num_unanswered += 1
         heapq.heappush(self._unsent, (now_s, message.id, asked))
 
-    def due(self) -> list[inference_pb2.ManyRequest]:
-        """Return the requests to be sent now, and count them as sent. Requests whose time is over end."""
+    def due(self) -> list[tuple[int, inference_pb2.ManyRequest]]:
+        """Return the requests to be sent now, each with the call to send it over: the one with the fewest unanswered.
+
+        Requests whose time is over end.
+        """
         now_s = time.monotonic()
         while self._timed and (first := self._timed[0]).deadline_s <= now_s:
             self._timed.popleft()
             if first.outcome is None:
                 self._end(first, ServerError(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded"))
-        messages = []
+        due = []
         while self._unsent and self._unsent[0][0] <= now_s:
             asked = heapq.heappop(self._unsent)[2]
             if asked.outcome is not None:
@@ -111,9 +119,10 @@ class ManyRequests:
             if asked.deadline_s < math.inf:
                 asked.message.timeout_millis = max(1, round((asked.deadline_s - now_s) * 1000))
             asked.num_attempts += 1
-            self._sent[asked.message.id] = asked
-            messages.append(asked.message)
-        return messages
+            call = min(range(len(self._sent)), key=lambda index: len(self._sent[index]))
+            self._sent[call][asked.message.id] = asked
+            due.append((call, asked.message))
+        return due
 
     def take(self) -> Iterator[Outcome]:
         """Yield the next outcomes, in the order of their sources, as far as they are known."""
@@ -121,10 +130,10 @@ class ManyRequests:
             self._order.popleft()
             yield outcome
 
-    def read(self, response: inference_pb2.GenerateManyResponse) -> None:
-        """Note the answers of a message. What the server refused for now is sent again later."""
+    def read(self, call: int, response: inference_pb2.GenerateManyResponse) -> None:
+        """Note the answers in a message of a call. What the server refused for now is sent again later."""
         for answer in response.answers:
-            asked = self._sent.get(answer.id)
+            asked = self._sent[call].get(answer.id)
             if asked is None:
                 continue
             if answer.HasField("whole"):
@@ -133,9 +142,9 @@ class ManyRequests:
                 error = _server_error(answer.failure)
                 self._fail(asked, error, is_retryable=error.code in _RETRYABLE)
 
-    def broken(self, error: ServerError) -> None:
-        """Note that the call has ended with an error. What was sent over it is sent again later, over another."""
-        for asked in [*self._sent.values()]:
+    def broken(self, call: int, error: ServerError) -> None:
+        """Note that a call has ended with an error. What was sent over it is sent again later."""
+        for asked in [*self._sent[call].values()]:
             self._fail(asked, error, is_retryable=error.code in _RETRYABLE_CALL)
 
     def _fail(self, asked: _Asked, error: ServerError, *, is_retryable: bool) -> None:
@@ -144,24 +153,23 @@ class ManyRequests:
             self._end(asked, error)
             return
         backoff_s = min(retry.max_backoff_s, retry.backoff_s * 2 ** (asked.num_attempts - 1))
-        del self._sent[asked.message.id]
+        self._take_back(asked)
         due_s = time.monotonic() + (error.retry_after_s or backoff_s)
         heapq.heappush(self._unsent, (due_s, asked.message.id, asked))
 
     def _end(self, asked: _Asked, outcome: Outcome) -> None:
         asked.outcome = outcome
         self._num_unanswered -= 1
-        self._sent.pop(asked.message.id, None)
+        self._take_back(asked)
+
+    def _take_back(self, asked: _Asked) -> None:
+        for sent in self._sent:
+            sent.pop(asked.message.id, None)
 
 
 def lost() -> ServerError:
     """Return the error of a call that ended with OK too early."""
     return ServerError(grpc.StatusCode.UNAVAILABLE, "the server ended the call before its answers")
-
-
-def is_known(code: grpc.StatusCode) -> bool | None:
-    """Return whether the server of a call without requests that ended like this knows GenerateMany. None: unknown."""
-    return {grpc.StatusCode.OK: True, grpc.StatusCode.UNIMPLEMENTED: False}.get(code)
 
 
 def together(messages: list[inference_pb2.ManyRequest]) -> Iterator[inference_pb2.GenerateManyRequest]:

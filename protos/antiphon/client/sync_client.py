@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from copy import copy
+from functools import partial
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import grpc
 
@@ -32,7 +32,9 @@ from antiphon.client.messages import (
 )
 from antiphon.client.options import Options
 from antiphon.client.reading_calls import ReadingCalls
-from antiphon.client.sync_many import is_offered, outcomes
+from antiphon.client.spread import spread
+from antiphon.client.sync_channels import Channels
+from antiphon.client.sync_many import outcomes
 from antiphon.client.terms import DEFAULT_TARGET, SERVICE_NAME, Priority, Terms
 from antiphon.v1 import inference_pb2, inference_pb2_grpc
 
@@ -59,11 +61,10 @@ class Client(ReadingCalls):
         """
         how = connection or Connection()
         self._terms = Terms(how, timeout_s=timeout_s, priority=priority)
-        self._channel = how.open(target, SERVICE_NAME)
-        self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
+        self._channels = Channels(partial(how.open, target, SERVICE_NAME), how, self._terms)
+        self._stub = inference_pb2_grpc.InferenceServiceStub(spread(self._channels.opened))
         self._model = model
         self._languages = Languages(source=source_language, target=target_language)
-        self._is_many_offered = None if how.load_balancing == "pick_first" else False
 
     def with_languages(self, source_language: str = "", target_language: str = "") -> Self:
         """Return a client for other languages that shares this client's connection: close only one of them."""
@@ -105,27 +106,15 @@ class Client(ReadingCalls):
         All requests share one call. An older server, and one with several addresses (load_balancing), gets a call for
         each of them. A source that the server refuses yields its ServerError, and the iteration continues.
         """
-        if not self._has_many():
+        if (calls := self._channels.many_calls()) is None:
             yield from self._generate_each(sources, options, concurrency)
             return
-        requests = ManyRequests(self._building(options), self._terms, concurrency=concurrency)
-        for outcome in outcomes(self._open_many, sources, requests):
+        requests = ManyRequests(self._building(options), self._terms, concurrency=concurrency, num_calls=len(calls))
+        for outcome in outcomes(calls, sources, requests):
             yield outcome if isinstance(outcome, ServerError) else outcome[0]
 
     def _building(self, options: Options | None) -> Callable[[Source], inference_pb2.GenerateRequest]:
         return lambda source: self._terms.ask(stream_request(self._model, source, options, self._languages))
-
-    def _open_many(self, messages: Iterator[inference_pb2.GenerateManyRequest]) -> Any:
-        return self._stub.GenerateMany(messages, **self._terms.call(math.inf))
-
-    def _has_many(self) -> bool:
-        """Return whether many requests can share a call to this server, which is asked until it answers.
-
-        A server that cannot be reached counts as one that knows GenerateMany: the requests will say what is wrong.
-        """
-        if self._is_many_offered is None:
-            self._is_many_offered = is_offered(self._stub.GenerateMany(iter(()), **self._terms.call()))
-        return self._is_many_offered is not False
 
     def _generate_each(
         self, sources: Iterable[Source], options: Options | None, concurrency: int
@@ -176,7 +165,7 @@ class Client(ReadingCalls):
 
     def close(self) -> None:
         """Cancel running calls and close the connection."""
-        self._channel.close()
+        self._channels.close()
 
     def __enter__(self) -> Self:
         return self

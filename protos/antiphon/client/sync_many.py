@@ -5,26 +5,30 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import grpc
 
-from antiphon.client.many import ManyRequests, Outcome, is_known, lost, together
+from antiphon.client.many import ManyRequests, Outcome, lost, together
 from antiphon.client.messages import ServerError, Source, as_server_error
 from antiphon.v1 import inference_pb2
 
 OpenCall = Callable[[Iterator[inference_pb2.GenerateManyRequest]], Any]
 """Opens a GenerateMany call that sends the messages of an iterator."""
 
+_Inbox = queue.SimpleQueue[tuple[int, int, inference_pb2.GenerateManyResponse | ServerError]]
 
-def outcomes(open_call: OpenCall, sources: Iterable[Source], requests: ManyRequests) -> Iterator[Outcome]:
+
+def outcomes(open_calls: Sequence[OpenCall], sources: Iterable[Source], requests: ManyRequests) -> Iterator[Outcome]:
     """Yield the outcome of each source, in order. Leaving the iteration cancels what is unanswered.
 
-    Sources are read while the next outcome is awaited. Raises their errors.
+    open_calls: each opens a call over a connection of its own. Sources are read while the next outcome is awaited.
+    Raises their errors.
     """
     rest, is_fed = iter(sources), False
-    talk = _Talk(open_call)
+    inbox: _Inbox = queue.SimpleQueue()
+    talks = [_Talk(index, open_call, inbox) for index, open_call in enumerate(open_calls)]
     try:
         while True:
             while requests.has_room and not is_fed:
@@ -33,53 +37,61 @@ def outcomes(open_call: OpenCall, sources: Iterable[Source], requests: ManyReque
                     is_fed = True
                 else:
                     requests.add(source)
-            talk.send(requests.due())
+            _send(requests.due(), talks)
             yield from requests.take()
             if is_fed and requests.is_finished:
                 return
             if requests.has_room and not is_fed:
                 continue
-            try:
-                response = talk.receive(requests.wake_s)
-                if response is not None:
-                    requests.read(response)
-            except ServerError as error:
-                requests.broken(error)
+            _receive(inbox, requests, talks)
     finally:
-        talk.end()
+        for talk in talks:
+            talk.end()
+
+
+def _send(due: list[tuple[int, inference_pb2.ManyRequest]], talks: Sequence[_Talk]) -> None:
+    for index, talk in enumerate(talks):
+        talk.send([message for call, message in due if call == index])
+
+
+def _receive(inbox: _Inbox, requests: ManyRequests, talks: Sequence[_Talk]) -> None:
+    """Wait for the next message, or for the time at which a request is to be sent or reaches its deadline."""
+    wake_s = requests.wake_s
+    try:
+        call, number, message = inbox.get(timeout=None if wake_s is None else max(0.0, wake_s - time.monotonic()))
+    except queue.Empty:
+        return
+    if number != talks[call].number:
+        return  # of a call that has ended
+    if isinstance(message, ServerError):
+        talks[call].end()
+        requests.broken(call, message)
+    else:
+        requests.read(call, message)
 
 
 class _Talk:
     """A GenerateMany call, opened with the first message to send, and again after it broke.
 
-    A thread reads its messages, because gRPC cannot wait for the next one for a limited time.
+    A thread reads its messages, because gRPC cannot wait for the next one for a limited time. index: of its connection.
+    number: of the call, which its messages bear.
     """
 
-    def __init__(self, open_call: OpenCall) -> None:
+    def __init__(self, index: int, open_call: OpenCall, inbox: _Inbox) -> None:
+        self.number = 0
+        self._index = index
         self._open_call = open_call
+        self._inbox = inbox
         self._call: Any = None
         self._written: queue.SimpleQueue[inference_pb2.GenerateManyRequest | None] = queue.SimpleQueue()
-        self._read: queue.SimpleQueue[inference_pb2.GenerateManyResponse | ServerError] = queue.SimpleQueue()
 
     def send(self, requests: list[inference_pb2.ManyRequest]) -> None:
         if requests and self._call is None:
-            self._written, self._read = queue.SimpleQueue(), queue.SimpleQueue()
+            self._written = queue.SimpleQueue()
             self._call = self._open_call(iter(self._written.get, None))
-            threading.Thread(target=_read, args=(self._call, self._read), daemon=True).start()
+            threading.Thread(target=self._read, args=(self._call, self.number), daemon=True).start()
         for message in together(requests):
             self._written.put(message)
-
-    def receive(self, until_s: float | None) -> inference_pb2.GenerateManyResponse | None:
-        """Return the next message, or None if none has come until this time. Raises ServerError if the call ended."""
-        left_s = None if until_s is None else max(0.0, until_s - time.monotonic())
-        try:
-            message = self._read.get(timeout=left_s)
-        except queue.Empty:
-            return None
-        if isinstance(message, ServerError):
-            self.end()
-            raise message
-        return message
 
     def end(self) -> None:
         """Cancel the call, if there is one."""
@@ -87,18 +99,13 @@ class _Talk:
             self._written.put(None)
             self._call.cancel()
             self._call = None
+            self.number += 1
 
-
-def is_offered(call: Any) -> bool | None:
-    """Return whether the server of a call without messages knows GenerateMany. None: it cannot be reached."""
-    return is_known(call.code())
-
-
-def _read(call: Any, messages: queue.SimpleQueue[inference_pb2.GenerateManyResponse | ServerError]) -> None:
-    try:
-        for message in call:
-            messages.put(message)
-    except grpc.RpcError as error:
-        messages.put(as_server_error(error))
-    else:
-        messages.put(lost())
+    def _read(self, call: Any, number: int) -> None:
+        end = lost()
+        try:
+            for message in call:
+                self._inbox.put((self._index, number, message))
+        except grpc.RpcError as error:
+            end = as_server_error(error)
+        self._inbox.put((self._index, number, end))

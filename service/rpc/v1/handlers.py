@@ -7,6 +7,7 @@ from typing import Any
 
 import grpc
 
+from antiphon.client.placement import WORKER_KEY
 from antiphon.service.observability.call import current_call
 from antiphon.service.observability.telemetry import Telemetry
 from antiphon.service.rpc.calls.connections.resets import Resets
@@ -48,9 +49,14 @@ class Calls:
         pacing: Pacing,
         limits: CallLimits = NO_LIMITS,
         resets: Resets | None = None,
+        place: str | None = None,
     ) -> None:
-        """resets: closes connections that reset their calls; None closes none."""
+        """resets: closes connections that reset their calls; None closes none.
+
+        place: index of this process and number of processes that share the port, such as 0/2; None if it is alone.
+        """
         self.models = models
+        self._place = place
         self._pacing = pacing
         self.in_flight = InFlight(telemetry, pacing.waits, limits, resets)
 
@@ -75,7 +81,9 @@ class Calls:
         return routed
 
     async def _generate_many(self, messages: AsyncIterator[pb.GenerateManyRequest], context: Context) -> None:
-        """Answer the requests of a call, each by the model that it names."""
+        """Answer the requests of a call, each by the model that it names. A trailer says which process has answered."""
+        if self._place is not None and (call := current_call()) is not None:
+            call.trailers.append((WORKER_KEY, self._place))
         await Conversation(_REQUEST_OF_MANY, self.models, self.in_flight, self._pacing, context).run(messages)
 
     async def _list_models(self, message: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:

@@ -23,6 +23,11 @@ class Role:
     cores: tuple[int, ...]
     opens_early: bool
 
+    @property
+    def place(self) -> str:
+        """Index and number of workers, as clients receive them."""
+        return f"{self.index}/{self.num_workers}"
+
     def to_json(self, config: ServerConfig) -> bytes:
         """Return the role and the settings as JSON."""
         return json.dumps({"role": asdict(self), "config": config.model_dump(mode="json")}).encode()

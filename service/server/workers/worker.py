@@ -85,7 +85,7 @@ async def _serve_calls(
     """Serve. Return the exit code and the server, whose port is still open."""
     stop = Stop()
     stop.on_signals()
-    parts = await Parts.assemble(config, access, shared, telemetry, shares_port=True)
+    parts = await Parts.assemble(config, access, shared, telemetry, place=role.place)
     desk = _Desk(parts, config, lambda: exposition_of(registry))
     link = asyncio.create_task(_until_lost(await Link.over(end, desk.answer)))
     async with contextlib.AsyncExitStack() as ports:
