@@ -345,7 +345,12 @@ def allowed_of_model(field: str) -> str:
 
 def _value_schemas(kind: type[BaseModel]) -> dict[str, dict[str, Any]]:
     properties: dict[str, dict[str, Any]] = kind.model_json_schema()["properties"]
-    return {name: schema.get("anyOf", [schema])[0] for name, schema in properties.items()}
+    return {name: _value_schema(schema.get("anyOf", [schema])) for name, schema in properties.items()}
+
+
+def _value_schema(kinds: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the first of several kinds of values, with the words that may stand in its place."""
+    return kinds[0] | {"words": [kind["const"] for kind in kinds[1:] if "const" in kind]}
 
 
 def _allowed(schema: Mapping[str, Any]) -> str:
@@ -361,7 +366,7 @@ def _allowed(schema: Mapping[str, Any]) -> str:
     if schema["type"] == "boolean":
         return "true or false"
     kind = "a whole number" if schema["type"] == "integer" else "a number"
-    return f"{kind} from {schema['minimum']} to {schema['maximum']}"
+    return " or ".join([f"{kind} from {schema['minimum']} to {schema['maximum']}", *schema["words"]])
 
 
 def _help(field: FieldInfo, schema: Mapping[str, Any]) -> str:

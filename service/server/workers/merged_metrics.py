@@ -1,7 +1,7 @@
 """Metrics of several processes as those of one server.
 
 Counters and histograms are summed, also over processes that have ended, so that they never decrease. Gauges that
-describe one process have a label with the worker; the others are summed, or the same in all.
+describe one process have a label with the worker; for the others, `GAUGES` has a rule.
 """
 
 from __future__ import annotations
@@ -31,29 +31,30 @@ class Merge(enum.Enum):
     EACH = enum.auto()  # with the label of the worker
 
 
-_OF_SERVER = (
+_SUMMED = (
     *("calls_waiting_for_client", "grpc_server_in_flight", "unsent_answer_bytes", "kv_cache_blocks", "kv_cache_bytes"),
-    *(
-        "num_requests_running",
-        "num_requests_waiting",
-        "num_requests_preempted",
-        "num_tokens_waiting",
-        "num_rows_running",
-    ),
+    *("num_requests_running", "num_requests_waiting", "num_requests_preempted", "num_tokens_waiting"),
     *("arena_cached_bytes", "arena_in_use_bytes", "arena_limit_bytes", "arena_peak_bytes", "arena_reserved_bytes"),
+    *("workers_serving", "workers_configured"),  # of the supervisor only
 )
-_OF_WORKER = ("engine_last_step_age_seconds", "engine_stuck", "event_loop_lag_seconds", "kv_cache_usage_ratio")
-_PROCESS = (
-    *("process_resident_memory_bytes", "process_virtual_memory_bytes", "process_open_fds", "process_max_fds"),
-    "process_start_time_seconds",
+_OF_EACH = ("engine_last_step_age_seconds", "engine_stuck", "event_loop_lag_seconds", "kv_cache_usage_ratio")
+_OF_EACH_PROCESS = ("resident_memory_bytes", "virtual_memory_bytes", "open_fds", "max_fds", "start_time_seconds")
+_WORKSPACE = (
+    *("fit_coefficient", "fit_residual_ratio", "measured_bytes", "measured_max_bytes", "residual_bytes"),
+    *("predicted_fused_bytes", "predicted_materialised_bytes"),
+)
+_LARGEST = (
+    *("build_info", "model_info", "model_memory_bytes", "memory_budget_bytes", "machine_memory_bytes"),
+    *("connections_full", "expected_wait_seconds", *(f"encoder_workspace_{name}" for name in _WORKSPACE)),
 )
 GAUGES: Mapping[str, Merge] = {
-    **{PREFIX + name: Merge.SUM for name in _OF_SERVER},
-    **{PREFIX + name: Merge.EACH for name in _OF_WORKER},
-    **dict.fromkeys(_PROCESS, Merge.EACH),
+    **{PREFIX + name: Merge.SUM for name in _SUMMED},
+    **{PREFIX + name: Merge.EACH for name in _OF_EACH},
+    **{f"process_{name}": Merge.EACH for name in _OF_EACH_PROCESS},
+    **{PREFIX + name: Merge.MAX for name in _LARGEST},
     f"{PREFIX}tls_certificate_expiry_timestamp_seconds": Merge.MIN,
 }
-"""Gauges that differ between processes. All others take the largest value."""
+"""Rule of each gauge. Families of other packages, which have none, are the same in all processes."""
 
 
 class Totals:

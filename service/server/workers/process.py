@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 
@@ -44,6 +45,8 @@ def run_workers(config: ServerConfig, divisions: Sequence[Division]) -> int:
 
     Returns the exit code of a worker that could not start. Raises PortError or FileProblem.
     """
+    # Workers are new programs, so gRPC need not prepare for forks; it would write a line for each.
+    os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
     registry = CollectorRegistry()
     families = MetricFamilies(registry)
     add_process_metrics(registry)

@@ -1,0 +1,319 @@
+"""A server of two processes, which is one server from outside."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import resource
+import signal
+import socket
+import ssl
+import time
+import urllib.request
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from prometheus_client.parser import text_string_to_metric_families
+
+from antiphon.admin_client import AdminClient
+from antiphon.client import AsyncClient, Client, Generation, Options
+from antiphon.client.placement import Offer, offer_of
+from antiphon.service.server.workers.merged_metrics import GAUGES
+from antiphon.v1 import inference_pb2 as pb
+from antiphon.v1.inference_pb2_grpc import InferenceServiceStub
+from tests.certificates import Authority, as_pem, renew
+from tests.integration.conftest import SENTENCES
+from tests.integration.process import PATIENCE_S, ServerProcess, antiphon, num_submitted
+
+TWO = ("--workers", "2", "--admin-port", "0", "--probe-port", "0")
+LONG = Options(ignore_eos=True, max_new_tokens=1500)
+SHORT = Options(max_new_tokens=8)
+_OWN_CONNECTION = (("grpc.use_local_subchannel_pool", 1),)
+
+pytestmark = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two workers need two cores")
+
+
+@pytest.fixture(scope="module")
+def two(bundle: Path) -> Iterator[ServerProcess]:
+    """Serve in two processes; nothing is wrong when they end."""
+    with ServerProcess(bundle, TWO) as process:
+        yield process
+        process.process.send_signal(signal.SIGTERM)
+        code, errors = process.finish()
+        assert code == 0
+        assert "Traceback" not in errors
+
+
+def workers_of(process: ServerProcess) -> list[int]:
+    """Return the process ids of the workers."""
+    pid = process.process.pid
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(child) for child in children]
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait until a condition of other processes is true."""
+    end_s = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < end_s, "the condition never became true"
+        os.sched_yield()
+
+
+class Reached:
+    """Channels of their own connections, each known by the worker that answers it."""
+
+    def __init__(self) -> None:
+        self.channels: dict[int, grpc.aio.Channel] = {}
+
+    def stub(self, worker: int) -> Any:
+        return InferenceServiceStub(self.channels[worker])
+
+
+async def offered(channel: grpc.aio.Channel) -> Offer:
+    call: Any = InferenceServiceStub(channel).GenerateMany()
+    await call.done_writing()
+    return offer_of(await call.code(), await call.trailing_metadata())
+
+
+@contextlib.asynccontextmanager
+async def each_worker(target: str) -> AsyncIterator[Reached]:
+    """Yield a connection to each of two workers."""
+    reached = Reached()
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            while len(reached.channels) < 2:
+                channel = grpc.aio.insecure_channel(target, options=_OWN_CONNECTION)
+                offer = await offered(channel)
+                assert offer.num_workers == 2
+                if offer.is_known and offer.worker not in reached.channels:
+                    reached.channels[offer.worker] = channel
+                else:
+                    await channel.close()
+        yield reached
+    finally:
+        for channel in reached.channels.values():
+            await channel.close()
+
+
+async def rest_of(stream: Any) -> list[pb.GenerateResponse]:
+    return [response async for response in stream]
+
+
+def test_both_workers_answer_as_one_server(two: ServerProcess, server: ServerProcess) -> None:
+    before = num_submitted(two.metrics())
+    with Client(two.target) as client, Client(server.target) as alone:
+        results = list(client.generate_many(SENTENCES, SHORT))
+        expected = list(alone.generate_many(SENTENCES, SHORT))
+    assert all(isinstance(result, Generation) for result in results)
+    assert [result.text for result in results if isinstance(result, Generation)] == [
+        result.text for result in expected if isinstance(result, Generation)
+    ]
+    after = two.wait_for_metrics(lambda metrics: num_submitted(metrics) == before + len(SENTENCES))
+    assert after["antiphon_workers_serving"] == after["antiphon_workers_configured"] == 2
+    assert {f"process_open_fds{{worker={name}}}" for name in ("0", "1", "supervisor")} <= after.keys()
+
+
+def test_every_gauge_says_how_those_of_several_workers_become_one(two: ServerProcess) -> None:
+    with urllib.request.urlopen(two.metrics_url, timeout=PATIENCE_S) as response:
+        families = list(text_string_to_metric_families(response.read().decode()))
+    gauges = {family.name for family in families if family.type == "gauge" and not family.name.endswith("_created")}
+    assert gauges - GAUGES.keys() == {"python_info"}
+
+
+async def test_client_of_many_requests_uses_both_workers(two: ServerProcess) -> None:
+    async with AsyncClient(two.target) as client:
+        [_ async for _ in client.generate_many(SENTENCES, SHORT)]
+        offers = [await offered(channel) for channel in client._channels._for_many]
+    assert sorted(offer.worker for offer in offers) == [0, 1]
+
+
+def test_connections_spread_over_the_workers(two: ServerProcess) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
+    pids = workers_of(two)
+    before = {pid: num_sockets(pid) for pid in pids}
+    with contextlib.ExitStack() as connections:
+        for _ in range(1000):
+            connections.enter_context(socket.create_connection(("127.0.0.1", two.port)))
+        until(lambda: sum(num_sockets(pid) - before[pid] for pid in pids) >= 1000)
+        counts = [num_sockets(pid) - before[pid] for pid in pids]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert min(counts) > 400, counts  # of 1,000 fair coins, six standard deviations are 95
+
+
+def num_sockets(pid: int) -> int:
+    links = []
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            links.append(str(entry.readlink()))
+    return sum(link.startswith("socket:") for link in links)
+
+
+async def test_model_is_loaded_into_and_unloaded_from_both_workers(two: ServerProcess, bundle: Path) -> None:
+    def names(models: Sequence[pb.Model]) -> list[str]:
+        return [model.name for model in models]
+
+    with AdminClient(two.admin_target) as admin:
+        alone = {model.name: model for model in admin.get_memory().models}
+        assert admin.load_model("guest", str(bundle)).name == "guest"
+        async with each_worker(two.target) as reached:
+            for worker in (0, 1):
+                listed = await reached.stub(worker).ListModels(pb.ListModelsRequest())
+                assert names(listed.models) == [two.model, "guest"]
+            held = {model.name: model for model in admin.get_memory().models}
+            assert held[two.model] == alone[two.model]
+            with pytest.raises(Exception, match="guest"):
+                admin.load_model("guest", str(bundle))
+            with pytest.raises(Exception, match="name"):
+                admin.load_model("not a name", str(bundle))
+            assert admin.unload_model("guest")
+            for worker in (0, 1):
+                listed = await reached.stub(worker).ListModels(pb.ListModelsRequest())
+                assert names(listed.models) == [two.model]
+    assert not any("guest" in sample for sample in two.metrics())
+
+
+async def test_killed_worker_loses_only_its_own_calls_and_is_replaced(bundle: Path) -> None:
+    with ServerProcess(bundle, TWO) as process:
+        with AdminClient(process.admin_target) as admin:
+            admin.load_model("guest", str(bundle))
+        async with each_worker(process.target) as reached:
+            for worker in (0, 1):
+                await rest_of(reached.stub(worker).Generate(_long_request()))
+            before = process.metrics()
+            killed, kept = workers_of(process)
+            os.kill(killed, signal.SIGSTOP)  # it cannot answer before it is killed
+            lost, finished = [reached.stub(worker).Generate(_long_request()) for worker in (0, 1)]
+            assert (await rest_of(finished))[-1].usage.generated_tokens == LONG.max_new_tokens
+            os.kill(killed, signal.SIGKILL)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await rest_of(lost)
+            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        after = process.wait_for_metrics(_is_whole_again)
+        assert kept in workers_of(process)
+        assert killed not in workers_of(process)
+        sums = [key for key in before if key.endswith("_total") or "_total{" in key or "_count" in key]
+        assert all(after[key] >= before[key] for key in sums)
+        async with each_worker(process.target) as reached:  # the new one has what was loaded meanwhile
+            for worker in (0, 1):
+                models = (await reached.stub(worker).ListModels(pb.ListModelsRequest())).models
+                assert [model.name for model in models] == [process.model, "guest"]
+        with Client(process.target) as client:
+            assert client.generate_text(SENTENCES[0], SHORT).token_ids
+
+
+def _is_whole_again(metrics: dict[str, float]) -> bool:
+    return (metrics["antiphon_worker_restarts_total"], metrics["antiphon_workers_serving"]) == (1, 2)
+
+
+def _long_request() -> pb.GenerateRequest:
+    options = pb.GenerateOptions(ignore_eos=True, max_new_tokens=LONG.max_new_tokens)
+    return pb.GenerateRequest(text=SENTENCES[0], options=options)
+
+
+async def test_requests_that_share_calls_survive_the_death_of_a_worker(bundle: Path) -> None:
+    with ServerProcess(bundle, TWO) as process:
+        async with AsyncClient(process.target) as client:
+            results: list[object] = []
+            async for result in client.generate_many(SENTENCES * 8, Options(ignore_eos=True, max_new_tokens=100)):
+                if not results:
+                    os.kill(workers_of(process)[0], signal.SIGKILL)
+                results.append(result)
+    assert len(results) == 8 * len(SENTENCES)
+    assert all(isinstance(result, Generation) for result in results)
+
+
+async def test_drain_finishes_the_streams_of_both_workers(bundle: Path) -> None:
+    with ServerProcess(bundle, TWO) as process:
+        async with (
+            each_worker(process.target) as reached,
+            grpc.aio.insecure_channel(str(process.probe_target)) as probes,
+        ):
+            health: Any = health_pb2_grpc.HealthStub(probes)
+            checked = await health.Check(health_pb2.HealthCheckRequest())
+            assert checked.status == health_pb2.HealthCheckResponse.SERVING
+            streams = [aiter(reached.stub(worker).Generate(_long_request())) for worker in (0, 1)]
+            for stream in streams:
+                await anext(stream)
+            process.process.send_signal(signal.SIGTERM)
+            for rest in await asyncio.gather(*(rest_of(stream) for stream in streams)):
+                assert rest[-1].usage.generated_tokens == LONG.max_new_tokens
+        code, errors = await asyncio.to_thread(process.finish)
+        assert code == 0, errors
+    assert is_free(process.port)
+
+
+def is_free(port: int) -> bool:
+    with socket.socket() as probe, contextlib.suppress(OSError):
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(("127.0.0.1", port))
+        return True
+    return False
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_no_worker_outlives_its_supervisor(bundle: Path, number: signal.Signals) -> None:
+    with ServerProcess(bundle, TWO) as process:
+        pids = workers_of(process)
+        assert len(pids) == 2
+        process.process.send_signal(number)
+        process.finish()
+        until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
+    assert is_free(process.port)
+
+
+def test_both_workers_present_a_renewed_certificate(bundle: Path, tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    shown = authority.server()
+    with ServerProcess(bundle, (*TWO, f"--tls-cert={shown.cert}", f"--tls-key={shown.key}")) as process:
+        pids = workers_of(process)
+        for _ in range(3):
+            new = authority.server()
+            renew(shown, new)
+            until(partial(_all_show, process, as_pem(new)))
+        assert workers_of(process) == pids
+
+
+def _all_show(process: ServerProcess, leaf: str) -> bool:
+    """Return whether both workers present a certificate: one in 10**12 answers is wrong."""
+    return all(ssl.get_server_certificate(("127.0.0.1", process.port)) == leaf for _ in range(40))
+
+
+def test_what_is_wrong_is_said_once_with_exit_code_2(bundle: Path, tmp_path: Path) -> None:
+    num_cores = len(os.sched_getaffinity(0))
+    many = antiphon("serve", str(bundle), "--port=0", "--metrics-port=0", f"--workers={num_cores + 1}")
+    assert many.returncode == 2
+    assert many.stderr.decode().startswith(f"antiphon serve: workers is {num_cores + 1}; it must be at most")
+    wrong = antiphon("serve", str(tmp_path), "--port=0", "--metrics-port=0", "--workers=2")
+    assert (wrong.returncode, wrong.stderr.decode().count("\n")) == (2, 1)
+    assert f"{tmp_path} is not a bundle" in wrong.stderr.decode()
+
+
+def test_weights_are_mapped_once_and_cores_are_divided(two: ServerProcess, bundle: Path) -> None:
+    cores = []
+    for pid in workers_of(two):
+        cores.append(frozenset(os.sched_getaffinity(pid)))
+        for mapping in mappings_of(pid, bundle):
+            assert mapping["Private_Dirty"] == mapping["Anonymous"] == 0
+    assert not cores[0] & cores[1]
+
+
+def mappings_of(pid: int, folder: Path) -> Iterator[Counter[str]]:
+    """Yield the kilobytes of each mapping of a file in a folder."""
+    found: Counter[str] | None = None
+    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+        name, *values = line.split()
+        if not name.endswith(":"):
+            if found is not None:
+                yield found
+            found = Counter() if values and values[-1].startswith(str(folder)) else None
+        elif found is not None and len(values) == 2 and values[1] == "kB":
+            found[name[:-1]] = int(values[0])
