@@ -22,7 +22,7 @@ QUIET_AND_PATIENT = ["--access-log", "none", "--max-queue-time-s", "3600"]
 
 def test_printed_memory_limit_suffices_for_a_full_server(capsys: pytest.CaptureFixture[str]) -> None:
     """The load has 64 rows of the longest sources, a full cache, a long queue and scored targets."""
-    assert main(["size", "--json"]) == 0
+    assert main(["size", "--workers", "1", "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     flags = [
         word for name, value in printed["settings"].items() for word in (f"--{name.replace('_', '-')}", str(value))

@@ -162,12 +162,14 @@ def test_pods_are_restricted(name: str) -> None:
 
 @pytest.mark.parametrize("name", RENDERINGS)
 def test_requests_equal_limits(name: str) -> None:
-    """The class is Guaranteed: evicted last, and independent of other pods. The number of threads is that of cores."""
+    """The class is Guaranteed: evicted last, and independent of other pods. Workers divide the cores as threads."""
     for _, container in containers(name):
         resources = container["resources"]
         assert resources["requests"] == resources["limits"]
-        threads = settings(rendered(name), container).get("ANTIPHON_THREADS")
-        assert threads in (None, resources["limits"]["cpu"])
+        found = settings(rendered(name), container)
+        if "ANTIPHON_THREADS" in found:
+            num_threads = int(found["ANTIPHON_THREADS"]) * int(found.get("ANTIPHON_WORKERS", 1))
+            assert num_threads == int(resources["limits"]["cpu"])
 
 
 def test_kserve_runs_the_container_of_the_deployment() -> None:

@@ -13,7 +13,11 @@ import pytest
 import yaml
 
 from antiphon.cli.main import main
+from antiphon.model.bundle.manifest import load_bundle
+from antiphon.service.domain.limits import EngineLimits
+from antiphon.service.server.models.memory import need_of
 from antiphon.service.server.settings import SHIPPED_BUNDLE
+from antiphon.service.server.workers.division import suggested_workers
 from tests.deploy.manifests import kubectl
 from tests.deploy.tools import ROOT
 from tests.manifests import edit_manifest
@@ -79,13 +83,32 @@ def test_number_of_replicas_is_the_least_that_sustains_the_rate_after_a_loss(
 
 def test_cache_size_follows_the_given_lengths(capsys: pytest.CaptureFixture[str]) -> None:
     """Blocks have 16 tokens, the begin token is part of a target, and one sequence of maximum length always fits."""
-    shorter = _sized(capsys, "--source-tokens", "32", "--target-tokens", "47")
-    longest = _sized(capsys)
+    shorter = _sized(capsys, "--workers", "1", "--source-tokens", "32", "--target-tokens", "47")
+    longest = _sized(capsys, "--workers", "1")
     assert shorter["settings"]["kv_cache_blocks"] == 64 * (2 + 3)
     assert longest["settings"]["kv_cache_blocks"] == 64 * 32
     assert _sized(capsys, "--source-tokens", "1", "--max-num-seqs", "1")["settings"]["kv_cache_blocks"] == 32
     spared = (longest["settings"]["kv_cache_blocks"] - shorter["settings"]["kv_cache_blocks"]) * 32_768
     assert abs(longest["memory_limit_bytes"] - shorter["memory_limit_bytes"] - 1.1 * spared) <= 2 << 24
+
+
+def test_workers_share_the_weights_and_have_everything_else_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+    alone, four = (_sized(capsys, "--cores", "8", "--workers", number) for number in ("1", "4"))
+    one = {term["name"]: term["bytes"] for term in alone["memory_terms"]}
+    all_of_them = {term["name"]: term["bytes"] for term in four["memory_terms"]}
+    assert all_of_them.pop("weights") == one.pop("weights")
+    assert all_of_them.pop("supervisor") > 0
+    for name in one.keys() - {"headroom"}:
+        assert all_of_them[name] == 4 * one[name]
+    assert (alone["settings"]["workers"], alone["settings"]["threads"]) == (1, 8)
+    assert (four["settings"]["workers"], four["settings"]["threads"]) == (4, 2)
+    suggested = _sized(capsys, "--cores", "8")
+    assert suggested["settings"]["workers"] == suggested_workers(one_bundle_bytes(), 8)
+
+
+def one_bundle_bytes() -> int:
+    bundle = load_bundle(SHIPPED_BUNDLE)
+    return need_of(bundle, bundle.graph_set(), EngineLimits()).memory.weight_bytes
 
 
 def test_rate_of_a_replica_is_read_from_the_result_of_a_load_test(

@@ -26,6 +26,9 @@ CONDITIONAL = {
     "antiphon_tls_certificate_expiry_timestamp_seconds",
     "antiphon_encoder_workspace_fit_coefficient",
     "antiphon_encoder_workspace_fit_residual_ratio",
+    "antiphon_worker_restarts_total",
+    "antiphon_workers_configured",
+    "antiphon_workers_serving",
 }
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 NUM_ANSWERED, NUM_STREAMED, NUM_REFUSED, NUM_LATE, NUM_CANCELLED = 5, 4, 3, 3, 4

@@ -27,6 +27,7 @@ from antiphon.admin_client import AdminClient
 from antiphon.client import AsyncClient, Client, Generation, Options
 from antiphon.client.placement import Offer, offer_of
 from antiphon.service.server.workers.merged_metrics import GAUGES
+from antiphon.service.tools.capacity.sizing.footprint import SUPERVISOR_BYTES
 from antiphon.v1 import inference_pb2 as pb
 from antiphon.v1.inference_pb2_grpc import InferenceServiceStub
 from tests.certificates import Authority, as_pem, renew
@@ -119,6 +120,10 @@ def test_both_workers_answer_as_one_server(two: ServerProcess, server: ServerPro
     after = two.wait_for_metrics(lambda metrics: num_submitted(metrics) == before + len(SENTENCES))
     assert after["antiphon_workers_serving"] == after["antiphon_workers_configured"] == 2
     assert {f"process_open_fds{{worker={name}}}" for name in ("0", "1", "supervisor")} <= after.keys()
+
+
+def test_supervisor_takes_no_more_memory_than_the_sizing_says(two: ServerProcess) -> None:
+    assert two.metrics()["process_resident_memory_bytes{worker=supervisor}"] <= SUPERVISOR_BYTES
 
 
 def test_every_gauge_says_how_those_of_several_workers_become_one(two: ServerProcess) -> None:

@@ -15,6 +15,7 @@ import sacrebleu
 from antiphon.cli.main import main
 from antiphon.model.bundle.manifest import Bundle, load_bundle, write_manifest
 from antiphon.model.checkpoints.checkpoint import Checkpoint
+from tests.integration.process import ServerProcess
 
 SOURCES = ["one two three", "a longer line, with more of it", "x", "völlig anders", "one two three"]
 REFERENCES = ["eins zwei drei", "eine längere Zeile", "x", "something else", "eins zwei"]
@@ -44,6 +45,22 @@ def test_engine_pytorch_and_ctranslate2_give_equal_translations(
     hypotheses = outputs[0].read_text(encoding="utf-8").split("\n")[:-1]
     assert engine["chrf"] == round(sacrebleu.corpus_chrf(hypotheses, [REFERENCES]).score, 2)
     assert engine["bleu"] == round(sacrebleu.corpus_bleu(hypotheses, [REFERENCES]).score, 2)
+
+
+def test_running_server_scores_as_its_bundle_does(
+    bundle: Bundle, files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outputs = [tmp_path / name for name in ("bundle", "server")]
+    (offline,) = evaluate(capsys, str(bundle.path), *files, "--output", str(outputs[0]))
+    with ServerProcess(bundle.path) as server:
+        (served,) = evaluate(capsys, "--target", server.target, *files, "--output", str(outputs[1]))
+        assert main(["evaluate", "model", "--target", server.target, *files]) == 2
+        assert "leave out MODEL" in capsys.readouterr().err
+    assert outputs[0].read_text() == outputs[1].read_text()
+    for name in ("bleu", "chrf", "sentences", "too_long"):
+        assert served[name] == offline[name]
+    assert main(["evaluate", "--target", "127.0.0.1:1", *files]) == 2
+    assert "127.0.0.1:1" in capsys.readouterr().err
 
 
 def copy_of(bundle: Bundle, path: Path) -> Path:

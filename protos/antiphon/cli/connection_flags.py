@@ -12,7 +12,7 @@ from antiphon.client.terms import Priority
 # A command has no retry budget: during an overload each line has its full number of attempts.
 _RETRY = RetryPolicy(budget=None)
 _FIELDS = ("tls", "tls_ca", "tls_cert", "tls_key", "tls_server_name", "token_file", "load_balancing")
-_FIELD = re.compile(r"\b(tls_ca|tls_cert|tls_key|token_file)\b")
+_FIELD = re.compile(r"\b(tls_ca|tls_cert|tls_key|token_file|connections)\b")
 
 
 class ClientTerms(TypedDict):
@@ -50,17 +50,25 @@ def add_call_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--timeout-s", type=above_zero, metavar="S", help="deadline of each request, retries included (default: none)"
     )
+    parser.add_argument(
+        "--connections",
+        type=int,
+        metavar="N",
+        help="connections to the server (default: one; for many requests one to each of its processes)",
+    )
 
 
-def read_connection(arguments: argparse.Namespace, retry: RetryPolicy = _RETRY) -> Connection:
+def read_connection(
+    arguments: argparse.Namespace, retry: RetryPolicy = _RETRY, *, connections: int | None = None
+) -> Connection:
     """Return the connection that the flags describe. Raises ValueError."""
-    return Connection(**{name: getattr(arguments, name) for name in _FIELDS}, retry=retry)
+    return Connection(**{name: getattr(arguments, name) for name in _FIELDS}, retry=retry, connections=connections)
 
 
 def read_terms(arguments: argparse.Namespace) -> ClientTerms:
     """Return a client's call terms that the flags describe. Raises ValueError."""
     return {
-        "connection": read_connection(arguments),
+        "connection": read_connection(arguments, connections=arguments.connections),
         "timeout_s": arguments.timeout_s,
         "priority": arguments.priority,
     }

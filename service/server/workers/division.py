@@ -56,9 +56,13 @@ def num_workers(config: ServerConfig, num_cores: int) -> int:
 
 
 def suggested_workers(weight_bytes: int, num_cores: int) -> int:
-    """Return the number of workers for models of this size: the larger the model, the more cores one worker can use."""
-    cores_each = max(1, round(weight_bytes / BYTES_PER_CORE))
-    return max(1, num_cores // cores_each)
+    """Return the number of workers for models of this size."""
+    return max(1, num_cores // cores_per_worker(weight_bytes))
+
+
+def cores_per_worker(weight_bytes: int) -> int:
+    """Return the number of cores that one worker uses well: the larger the model, the more of them."""
+    return max(1, round(weight_bytes / BYTES_PER_CORE))
 
 
 def neighbours_first(cores: Iterable[int], topology: Path = _TOPOLOGY) -> list[int]:

@@ -7,6 +7,7 @@ describe one process have a label with the worker; for the others, `GAUGES` has 
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Metric
@@ -23,7 +24,7 @@ _Key = tuple[str, tuple[tuple[str, str], ...]]
 
 
 class Merge(enum.Enum):
-    """How a gauge of several processes becomes one."""
+    """Rule that makes one gauge of those of several processes."""
 
     SUM = enum.auto()
     MAX = enum.auto()  # also for values that are the same in all
@@ -123,10 +124,22 @@ def _add(samples: dict[_Key, Sample], sample: Sample, rule: Merge, worker: str) 
     key = (sample.name, tuple(sorted(labels.items())))
     value, exemplar = sample.value, sample.exemplar
     if (before := samples.get(key)) is not None:
-        joined = {Merge.SUM: before.value + value, Merge.MIN: min(before.value, value)}
-        value = joined.get(rule, max(before.value, value))
+        value = _joined(rule, before.value, value)
         exemplar = exemplar or before.exemplar
     samples[key] = Sample(sample.name, labels, value, sample.timestamp, exemplar)
+
+
+def _joined(rule: Merge, one: float, other: float) -> float:
+    """Return the value of two processes. A value that one of them does not know (NaN) is that of the other."""
+    if math.isnan(one) or math.isnan(other):
+        return other if math.isnan(one) else one
+    match rule:
+        case Merge.SUM:
+            return one + other
+        case Merge.MIN:
+            return min(one, other)
+        case _:
+            return max(one, other)
 
 
 def exposition_of(registry: CollectorRegistry) -> str:

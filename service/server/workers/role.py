@@ -1,4 +1,4 @@
-"""What a supervisor gives a new worker: its settings and its place among the workers."""
+"""Settings and place of a new worker, as its supervisor passes them."""
 
 from __future__ import annotations
 

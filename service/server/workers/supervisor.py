@@ -7,14 +7,14 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client import CollectorRegistry
 
 from antiphon.service.domain.errors import AntiphonError
-from antiphon.service.observability.metrics.model_families import PREFIX
 from antiphon.service.server.settings import ServerConfig
 from antiphon.service.server.workers.division import Division
 from antiphon.service.server.workers.link import LinkLost
 from antiphon.service.server.workers.role import Role
+from antiphon.service.server.workers.worker_metrics import WorkerMetrics
 from antiphon.service.server.workers.worker_process import LoadedModel, WorkerProcess
 
 log = logging.getLogger(__name__)
@@ -64,11 +64,7 @@ class Supervisor:
         self._serving: dict[int, WorkerProcess] = {}
         self._all: set[WorkerProcess] = set()
         self._stopping = asyncio.Event()
-        self._restarts = Counter(f"{PREFIX}worker_restarts", "Workers started in place of others.", registry=registry)
-        serving = Gauge(f"{PREFIX}workers_serving", "Workers that accept requests.", registry=registry)
-        serving.set_function(lambda: len(self._serving))
-        configured = Gauge(f"{PREFIX}workers_configured", "Workers that the server should have.", registry=registry)
-        configured.set(len(divisions))
+        self._metrics = WorkerMetrics(registry, len(divisions), lambda: len(self._serving))
 
     @property
     def serving(self) -> list[WorkerProcess]:
@@ -124,7 +120,7 @@ class Supervisor:
 
     async def _replace(self, index: int, catch_up: CatchUp) -> WorkerProcess | None:
         """Start a worker in the place of another. Return None if it cannot serve."""
-        self._restarts.inc()
+        self._metrics.restarted()
         worker = await self._start(index, opens_early=False)
         try:
             await self._loaded(worker)

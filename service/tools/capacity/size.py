@@ -92,6 +92,13 @@ def _add_demand_flags(group: argparse._ArgumentGroup) -> None:
 
 def _add_replica_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--cores", type=whole(1, 1024), default=2, metavar="N", help="cores (default: %(default)s)")
+    group.add_argument(
+        "--workers",
+        type=_workers,
+        default="auto",
+        metavar="N",
+        help="processes that divide the cores; auto: by cores and size of the model (default: %(default)s)",
+    )
     for name in SIZED_LIMITS:
         add_limit_flag(group, name, help_text="(default: %(default)s)")
 
@@ -114,8 +121,14 @@ def _sized(arguments: argparse.Namespace) -> Sizing:
     bundle = open_profiled(arguments.bundle)
     lengths = Lengths(source=arguments.source_tokens, target=arguments.target_tokens)
     limits = EngineLimits(**{name: getattr(arguments, name) for name in SIZED_LIMITS})
-    replica = Replica(cores=arguments.cores, limits=limits, lengths=lengths)
+    if arguments.workers != "auto" and arguments.workers > arguments.cores:
+        raise CapacityError(f"--workers is {arguments.workers}; it must be at most --cores, {arguments.cores}")
+    replica = Replica(cores=arguments.cores, workers=arguments.workers, limits=limits, lengths=lengths)
     return size(bundle, replica, _demand(arguments), _rate(arguments))
+
+
+def _workers(text: str) -> int | str:
+    return text if text == "auto" else whole(1, 256)(text)
 
 
 def _rate(arguments: argparse.Namespace) -> ServiceRate | None:

@@ -19,6 +19,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TypeVar
 
+from antiphon.cli.connection_flags import add_call_flags, add_connection_flags, connection_problem, read_terms
+from antiphon.client import ServerError
 from antiphon.model.bundle.graph import GraphError
 from antiphon.model.bundle.manifest import MANIFEST_NAME, Bundle, BundleError, Precision, load_bundle
 from antiphon.model.ops.workspace import WorkspaceError
@@ -32,6 +34,7 @@ from antiphon.service.rpc.v1.requests.languages import RequestLanguages, named_l
 from antiphon.service.runtime.encoder_runner import EncoderRunner
 from antiphon.service.runtime.runners import open_runner
 from antiphon.service.tools.evaluation.evaluate_labels import LabelScore, evaluate_labels
+from antiphon.service.tools.evaluation.evaluate_server import evaluate_server
 from antiphon.service.tools.evaluation.evaluate_texts import NoTextError, TextScore, evaluate_texts
 from antiphon.service.tools.evaluation.evaluate_translations import (
     Decode,
@@ -51,6 +54,8 @@ _NOT_BESIDE_TEXT = (
     "recipe", "data", "source", "reference", "source_language", "target_language", "ctranslate2", "checkpoint",
     "output",
 )  # fmt: skip
+# Options of a model on this machine, which --target excludes.
+_NOT_OF_SERVER = ("model", "text", "precision", "ctranslate2", "record", "checkpoint")
 
 
 class EvaluationError(Exception):
@@ -62,7 +67,10 @@ _USER_ERRORS = (EvaluationError, RecipeError, BundleError, TokenizerError, Graph
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `antiphon evaluate`."""
-    parser.add_argument("model", type=Path, metavar="MODEL", help="a bundle, or a checkpoint to run in PyTorch")
+    parser.add_argument(
+        "model", type=Path, nargs="?", metavar="MODEL", help="a bundle, or a checkpoint to run in PyTorch"
+    )
+    parser.add_argument("--target", metavar="HOST:PORT", help="or: a running server, whose default model is scored")
     parser.add_argument("--recipe", help="score the held-out part of this recipe's data (with --data)")
     parser.add_argument("--data", type=Path, help="folder of the recipe's data files")
     parser.add_argument("--part", choices=("test", "valid"), default="test", help="part of the recipe's data")
@@ -103,6 +111,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--output", type=Path, help="write the translations to this file, one per line")
     parser.add_argument("--json", action="store_true", help="print one JSON object per system instead of a table")
+    add_call_flags(parser)
+    add_connection_flags(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -123,6 +133,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _scores(args: argparse.Namespace) -> Sequence[Score | LabelScore | TextScore]:
+    if args.target is not None:
+        return [_evaluate_server(args)]
+    if args.model is None:
+        raise EvaluationError("give a MODEL, or --target with the address of a server")
     if args.text is not None:
         return _evaluate_texts(args)
     if recipe := _labelling_recipe(args):
@@ -131,11 +145,33 @@ def _scores(args: argparse.Namespace) -> Sequence[Score | LabelScore | TextScore
     is_bundle = (args.model / MANIFEST_NAME).is_file()
     if is_bundle and args.ctranslate2:
         raise EvaluationError("--ctranslate2 compares a checkpoint's weights; give the checkpoint, not a bundle")
-    if args.output is not None and not args.output.parent.is_dir():
-        raise EvaluationError(f"--output is {args.output}, but there is no directory {args.output.parent}")
+    _check_output(args)
     if args.record:
         return _record(args, test_set)
     return _evaluate_bundle(args, test_set) if is_bundle else _evaluate_checkpoint(args, test_set)
+
+
+def _evaluate_server(args: argparse.Namespace) -> Score:
+    given = [name for name in _NOT_OF_SERVER if getattr(args, name)]
+    if given:
+        raise EvaluationError(f"--target scores a running server; leave out {_shown(given[0])}")
+    _check_output(args)
+    languages = (args.source_language, args.target_language)
+    try:
+        return evaluate_server(args.target, languages, read_terms(args), _test_set(args), args.output)
+    except ServerError as error:
+        raise EvaluationError(f"{args.target}: {error}") from None
+    except ValueError as error:
+        raise EvaluationError(connection_problem(error)) from None
+
+
+def _shown(name: str) -> str:
+    return "MODEL" if name == "model" else f"--{name.replace('_', '-')}"
+
+
+def _check_output(args: argparse.Namespace) -> None:
+    if args.output is not None and not args.output.parent.is_dir():
+        raise EvaluationError(f"--output is {args.output}, but there is no directory {args.output.parent}")
 
 
 def _labelling_recipe(args: argparse.Namespace) -> FineTuneRecipe | None:

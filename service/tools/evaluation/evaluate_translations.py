@@ -53,6 +53,16 @@ class Score:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Answers:
+    """Translations of a test set, and what they took. num_tokens: end tokens included."""
+
+    texts: list[str]
+    num_too_long: int
+    num_tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TestSet:
     """Sources with references. is_tokenised: the text is already tokenised; scoring must not tokenise it again."""
 
@@ -108,18 +118,29 @@ def score_system(system: str, decode: Decode, reader: Reader, test_set: TestSet,
     hypotheses = [""] * len(encoded)
     for index, ids in zip(fitting, targets, strict=True):
         hypotheses[index] = reader.tokenizer.decode(ids)
+    answers = Answers(
+        texts=hypotheses,
+        num_too_long=len(encoded) - len(fitting),
+        num_tokens=sum(len(ids) + 1 for ids in targets),
+        seconds=seconds,
+    )
+    return score_answers(system, answers, test_set, output)
+
+
+def score_answers(system: str, answers: Answers, test_set: TestSet, output: Path | None) -> Score:
+    """Score the translations of a test set, and write them to `output`, one per line, unless it is None."""
     if output is not None:
-        output.write_text("".join(f"{line}\n" for line in hypotheses), encoding="utf-8")
+        output.write_text("".join(f"{line}\n" for line in answers.texts), encoding="utf-8")
     references = [[reference for _, reference in test_set.pairs]]
     bleu = BLEU(tokenize="none" if test_set.is_tokenised else "13a", force=test_set.is_tokenised)
-    result = bleu.corpus_score(hypotheses, references)
+    result = bleu.corpus_score(answers.texts, references)
     return Score(
         system=system,
         bleu=round(result.score, 2),
-        chrf=round(CHRF().corpus_score(hypotheses, references).score, 2),
-        sentences=len(hypotheses),
-        too_long=len(encoded) - len(fitting),
-        seconds=round(seconds, 2),
-        tokens_per_s=round(sum(len(ids) + 1 for ids in targets) / seconds, 1),
+        chrf=round(CHRF().corpus_score(answers.texts, references).score, 2),
+        sentences=len(answers.texts),
+        too_long=answers.num_too_long,
+        seconds=round(answers.seconds, 2),
+        tokens_per_s=round(answers.num_tokens / answers.seconds, 1),
         bleu_signature=str(bleu.get_signature()),
     )

@@ -17,6 +17,7 @@ from antiphon.service.observability.metrics.rpc_metrics import RpcMetrics
 from antiphon.service.rpc.calls.waits.client_wait_metrics import WaitMetrics
 from antiphon.service.rpc.security.file_metrics import FileMetrics
 from antiphon.service.server.settings import ServerConfig
+from antiphon.service.server.workers.worker_metrics import WorkerMetrics
 from tests.waits import client_waits
 
 DOCS = Path(__file__).parents[3] / "docs" / "OBSERVABILITY.md"
@@ -41,6 +42,7 @@ def full_registry() -> CollectorRegistry:
     FileMetrics(families)
     RpcMetrics(families).expect("a.B/C")
     WaitMetrics(families).watch(client_waits())
+    WorkerMetrics(registry, 2, lambda: 2)
     return registry
 
 

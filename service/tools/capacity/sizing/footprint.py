@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from antiphon.model.bundle.manifest import Bundle, GraphSet
 from antiphon.model.ops.cache_geometry import BLOCK_SIZE
@@ -21,6 +21,8 @@ KIB, MIB = 1 << 10, 1 << 20
 # bundle and a Transformer base with 32,000 tokens: modules imported 90 and 90, sessions opened + 8 and + 8, ports
 # opened + 6 and + 7.
 RUNTIME_BYTES = 106 * MIB
+# The supervisor of several workers, which loads no graph: 95 MiB.
+SUPERVISOR_BYTES = 96 * MIB
 # Objects made from tokenizer.json: 9.6 MiB for a file of 0.5 MiB, 32.6 MiB for 1.9 MiB.
 TOKENIZER_FACTOR = 20
 # The files are mapped and read completely. In addition, kernels keep packed copies: 4.3 MiB for 9 MiB, 25 for 59.
@@ -54,9 +56,13 @@ class Term:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Footprint:
-    """Maximum memory of one replica, and the limit that covers it. num_blocks: cache blocks; 0 without a decoder."""
+    """Maximum memory of one replica, and the limit that covers it.
+
+    weight_bytes: of the graphs. num_blocks: cache blocks of a worker; 0 without a decoder.
+    """
 
     terms: tuple[Term, ...]
+    weight_bytes: int
     num_blocks: int
 
     @property
@@ -70,25 +76,39 @@ class Footprint:
         return math.ceil(self.sum_bytes / STEP_BYTES) * STEP_BYTES
 
 
-def footprint_of(bundle: Bundle, graphs: GraphSet, limits: EngineLimits) -> Footprint:
-    """Return the maximum memory of a replica that serves these graphs within these limits."""
+def footprint_of(bundle: Bundle, graphs: GraphSet, limits: EngineLimits, num_workers: int = 1) -> Footprint:
+    """Return the maximum memory of a replica that serves these graphs within these limits in each of its workers."""
     need = need_of(bundle, graphs, limits)
-    parts = [
+    own = [
+        Term(name="runtime", formula="Python, libraries, gRPC: measured", num_bytes=RUNTIME_BYTES),
         *_model_terms(bundle, need),
         *_workspace_terms(_encoder(bundle, graphs, need, limits), _decoder(bundle, limits)),
         *_request_terms(bundle, limits),
     ]
-    held = [Term(name="runtime", formula="Python, libraries, gRPC: measured", num_bytes=RUNTIME_BYTES), *parts]
+    held = [_weights(need), *(_of_all(term, num_workers) for term in own)]
+    if num_workers > 1:
+        held.insert(1, Term(name="supervisor", formula="starts the workers: measured", num_bytes=SUPERVISOR_BYTES))
     spare_bytes = math.ceil(HEADROOM * sum(term.num_bytes for term in held))
     headroom = Term(name="headroom", formula=f"{HEADROOM:g} x the sum of the above", num_bytes=spare_bytes)
-    return Footprint(terms=(*held, headroom), num_blocks=need.num_blocks)
+    return Footprint(terms=(*held, headroom), weight_bytes=need.memory.weight_bytes, num_blocks=need.num_blocks)
+
+
+def _weights(need: Need) -> Term:
+    formula = "files of the graphs and their weights, mapped once"
+    return Term(name="weights", formula=formula, num_bytes=need.memory.weight_bytes)
+
+
+def _of_all(term: Term, num_workers: int) -> Term:
+    """Return the term of all workers together."""
+    if num_workers == 1:
+        return term
+    return replace(term, formula=f"{num_workers} workers x {term.formula}", num_bytes=num_workers * term.num_bytes)
 
 
 def _model_terms(bundle: Bundle, need: Need) -> Sequence[Term]:
     weights, manifest = need.memory.weight_bytes, bundle.manifest
     text_bytes = sum(manifest.files[name].size for name in manifest.text.files)
     terms = [
-        Term(name="weights", formula="files of the graphs and their weights, mapped", num_bytes=weights),
         Term(
             name="packed weights",
             formula=f"{PACKED_SHARE:g} x weights: copies that kernels keep",

@@ -59,9 +59,11 @@ def _memory(sizing: Sizing) -> list[Row]:
 
 def _settings(sizing: Sizing) -> list[Row]:
     settings = sizing.settings
+    each = " in each worker" if sizing.workers > 1 else ""
     why = {
-        "threads": "number of cores",
-        "max_num_seqs": "rows that decode together",
+        "workers": f"processes: one for every {_counted(sizing.cores_each, 'core')}, by the size of the model",
+        "threads": "cores of each worker",
+        "max_num_seqs": f"rows that decode together{each}",
         "max_num_batched_tokens": "limits the workspace of a step",
         "max_queued_requests": _queue(sizing),
         "max_queued_tokens": "waiting source tokens",
@@ -69,6 +71,10 @@ def _settings(sizing: Sizing) -> list[Row]:
     }
     rows = [(name, f"{value:,}", why[name]) for name, value in settings.items()]
     return [("cpu", str(sizing.cores), "request and limit, whole cores"), *rows]
+
+
+def _counted(number: int, noun: str) -> str:
+    return noun if number == 1 else f"{number} {noun}s"
 
 
 def _queue(sizing: Sizing) -> str:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from antiphon.model.bundle.manifest import Bundle, BundleError, load_bundle
 from antiphon.model.config import ModelConfig
 from antiphon.model.ops.cache_geometry import BLOCK_SIZE, blocks_for, blocks_of_longest
 from antiphon.service.domain.limits import EngineLimits
+from antiphon.service.server.models.memory import need_of
+from antiphon.service.server.workers.division import cores_per_worker, suggested_workers
 from antiphon.service.tools.capacity.replicas import CapacityError, Demand, Replicas, ServiceRate, replicas_for
 from antiphon.service.tools.capacity.sizing.footprint import MIB, Footprint, footprint_of
 
@@ -26,18 +29,23 @@ class Lengths:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replica:
-    """Replica to size. Its cache has room for max_num_seqs rows of these lengths."""
+    """Replica to size. Each worker's cache has room for max_num_seqs rows of these lengths.
+
+    workers: "auto" is a number by the cores and the size of the model.
+    """
 
     cores: int
+    workers: int | Literal["auto"]
     limits: EngineLimits
     lengths: Lengths
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sizing:
-    """Result of `antiphon size`. limits: those to serve with. replicas: None if no rate was given."""
+    """Result of `antiphon size`. limits: those of each worker. replicas: None if no rate was given."""
 
     bundle: Bundle
+    workers: int
     limits: EngineLimits
     footprint: Footprint
     blocks_formula: str
@@ -55,7 +63,13 @@ class Sizing:
     def settings(self) -> dict[str, int]:
         """Return the settings of the server for which the figures are valid."""
         names = SIZED_LIMITS if self.limits.kv_cache_blocks is None else (*SIZED_LIMITS, "kv_cache_blocks")
-        return {"threads": self.cores, **{name: getattr(self.limits, name) for name in names}}
+        threads = max(1, self.cores // self.workers)
+        return {"workers": self.workers, "threads": threads, **{name: getattr(self.limits, name) for name in names}}
+
+    @property
+    def cores_each(self) -> int:
+        """Number of cores that one worker is given for a model of this size."""
+        return cores_per_worker(self.footprint.weight_bytes)
 
 
 def open_profiled(path: Path) -> Bundle:
@@ -94,10 +108,15 @@ def size(bundle: Bundle, replica: Replica, demand: Demand | None, rate: ServiceR
     """Size a replica and, if there is a demand, the number of replicas."""
     blocks, formula = blocks_of(bundle.manifest.model, replica.limits.max_num_seqs, replica.lengths)
     sized = replace(replica.limits, kv_cache_blocks=blocks)
+    need = need_of(bundle, bundle.graph_set(), sized)
+    workers = replica.workers
+    if workers == "auto":
+        workers = suggested_workers(need.memory.weight_bytes, replica.cores)
     return Sizing(
         bundle=bundle,
+        workers=workers,
         limits=sized,
-        footprint=footprint_of(bundle, bundle.graph_set(), sized),
+        footprint=footprint_of(bundle, bundle.graph_set(), sized, workers),
         blocks_formula=formula,
         cores=replica.cores,
         demand=demand,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -89,6 +90,14 @@ def test_gauges_are_summed_or_the_same_or_of_each_worker() -> None:
     assert found["antiphon_kv_cache_usage_ratio", (("worker", "two"),)] == 0.25
     assert found["antiphon_model_memory_bytes", ()] == 1000
     assert found["antiphon_tls_certificate_expiry_timestamp_seconds", ()] == 90
+
+
+@pytest.mark.parametrize("values", [(math.nan, 2.0), (2.0, math.nan), (1.0, 2.0), (2.0, 1.0)])
+def test_value_that_one_worker_does_not_know_is_that_of_the_other(values: tuple[float, float]) -> None:
+    one, two = Process(), Process()
+    one.memory.set(values[0])
+    two.memory.set(values[1])
+    assert samples(merged(Totals(), one=one, two=two))["antiphon_model_memory_bytes", ()] == 2.0
 
 
 def test_exemplars_remain_and_the_result_can_be_scraped_in_both_formats() -> None:
