@@ -136,7 +136,7 @@ def test_every_gauge_says_how_those_of_several_workers_become_one(two: ServerPro
 async def test_client_of_many_requests_uses_both_workers(two: ServerProcess) -> None:
     async with AsyncClient(two.target) as client:
         [_ async for _ in client.generate_many(SENTENCES, SHORT)]
-        offers = [await offered(channel) for channel in client._channels._for_many]
+        offers = [await offered(channel) for channel in client._channels._channels]
     assert sorted(offer.worker for offer in offers) == [0, 1]
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
 import grpc.aio
 
@@ -14,6 +16,9 @@ from antiphon.client.connection import Connection
 from antiphon.client.placement import Offer, Placement, offer_of
 from antiphon.client.terms import Terms
 from antiphon.v1.inference_pb2_grpc import InferenceServiceStub
+
+if TYPE_CHECKING:
+    from antiphon.v1.inference_pb2_grpc import InferenceServiceAsyncStub
 
 
 class Channels:
@@ -30,8 +35,16 @@ class Channels:
         self._is_offered: bool | None = None
         self._asking = asyncio.Lock()
         num_opened = how.connections or 1
-        self.opened = [open_channel(is_shared=num_opened == 1) for _ in range(num_opened)]
-        self._for_many = list(self.opened)
+        self._channels: list[grpc.aio.Channel] = []
+        self._stubs: list[InferenceServiceAsyncStub] = []
+        self._turns = itertools.count()
+        for _ in range(num_opened):
+            self._add(open_channel(is_shared=num_opened == 1))
+
+    @property
+    def stub(self) -> InferenceServiceAsyncStub:
+        """Stub of the connection whose turn it is."""
+        return self._stubs[next(self._turns) % len(self._stubs)]
 
     async def many_calls(self) -> list[Callable[[], Call]] | None:
         """Return functions that open GenerateMany calls, one for each connection; None for single calls.
@@ -44,33 +57,36 @@ class Channels:
                 await self._ask()
         if self._is_spread or self._is_offered is False:
             return None
-        return [partial(self._open_many, channel) for channel in self._for_many]
+        return [partial(self._open_many, stub) for stub in self._stubs]
 
     async def close(self) -> None:
         """Cancel running calls and close the connections."""
-        for channel in {*self.opened, *self._for_many}:
+        for channel in self._channels:
             await channel.close()
 
     async def _ask(self) -> None:
         """Ask whether the server knows GenerateMany; if it has several processes, connect to each."""
-        first = await self._offered(self.opened[0])
+        first = await self._offered(self._stubs[0])
         self._is_offered = first.is_known
         if self._is_placed or not first.is_known:
             return
         placement = Placement(first)
         while placement.wants_more():
             channel = self._open_channel(is_shared=False)
-            if placement.keeps(await self._offered(channel)):
-                self._for_many.append(channel)
+            if placement.keeps(await self._offered(InferenceServiceStub(channel))):
+                self._add(channel)
             else:
                 await channel.close()
 
-    async def _offered(self, channel: grpc.aio.Channel) -> Offer:
-        call: Call = InferenceServiceStub(channel).GenerateMany(**self._terms.call())
+    def _add(self, channel: grpc.aio.Channel) -> None:
+        self._channels.append(channel)
+        self._stubs.append(InferenceServiceStub(channel))
+
+    async def _offered(self, stub: InferenceServiceAsyncStub) -> Offer:
+        call = stub.GenerateMany(**self._terms.call())
         with ended_call():
             await call.done_writing()
         return offer_of(await call.code(), await call.trailing_metadata())
 
-    def _open_many(self, channel: grpc.aio.Channel) -> Call:
-        call: Call = InferenceServiceStub(channel).GenerateMany(**self._terms.call(math.inf))
-        return call
+    def _open_many(self, stub: InferenceServiceAsyncStub) -> Call:
+        return stub.GenerateMany(**self._terms.call(math.inf))

@@ -31,9 +31,8 @@ from antiphon.client.messages import (
 from antiphon.client.options import Options
 from antiphon.client.ordered import ordered_map
 from antiphon.client.reading_calls import AsyncReadingCalls
-from antiphon.client.spread import spread
 from antiphon.client.terms import DEFAULT_TARGET, SERVICE_NAME, Priority, Terms
-from antiphon.v1 import inference_pb2, inference_pb2_grpc
+from antiphon.v1 import inference_pb2
 
 if TYPE_CHECKING:
     pass
@@ -62,7 +61,6 @@ class AsyncClient(AsyncReadingCalls):
         how = connection or Connection()
         self._terms = Terms(how, timeout_s=timeout_s, priority=priority)
         self._channels = Channels(partial(how.open_async, target, SERVICE_NAME), how, self._terms)
-        self._stub = inference_pb2_grpc.InferenceServiceStub(spread(self._channels.opened))
         self._model = model
         self._languages = Languages(source=source_language, target=target_language)
 
@@ -76,7 +74,7 @@ class AsyncClient(AsyncReadingCalls):
         self, source: Source, options: Options | None = None, *, timeout_s: float | None = None
     ) -> AsyncIterator[Delta]:
         """Stream the targets of one source. Leaving the iteration cancels the request. Raises ServerError."""
-        call = self._stub.Generate(self._building(options)(source), **self._terms.call(timeout_s))
+        call = self._channels.stub.Generate(self._building(options)(source), **self._terms.call(timeout_s))
         try:
             with server_errors():
                 async for response in call:
@@ -96,7 +94,7 @@ class AsyncClient(AsyncReadingCalls):
         """Return every target of one source; with beam search the best comes first. Raises ServerError."""
         request = self._terms.ask(unary_request(self._model, source, options, self._languages))
         with server_errors():
-            return as_generations(await self._stub.GenerateUnary(request, **self._terms.call(timeout_s)))
+            return as_generations(await self._channels.stub.GenerateUnary(request, **self._terms.call(timeout_s)))
 
     async def generate_many(
         self,
@@ -148,7 +146,7 @@ class AsyncClient(AsyncReadingCalls):
         """Return the log-probability of each token of a target, end token included. Raises ServerError."""
         request = self._terms.ask(score_request(self._model, source, target, num_alternatives, self._languages))
         with server_errors():
-            return as_judgement(await self._stub.Score(request, **self._terms.call(timeout_s)))
+            return as_judgement(await self._channels.stub.Score(request, **self._terms.call(timeout_s)))
 
     async def explain(
         self, source: Source, target: Source | None = None, *, timeout_s: float | None = None
@@ -156,19 +154,30 @@ class AsyncClient(AsyncReadingCalls):
         """Return the attention maps of a source and a target, or of the greedy answer. Raises ServerError."""
         request = self._terms.ask(explain_request(self._model, source, target, self._languages))
         with server_errors():
-            return await self._stub.Explain(request, **self._terms.call(timeout_s))
+            return await self._channels.stub.Explain(request, **self._terms.call(timeout_s))
 
     async def get_model(self) -> inference_pb2.Model:
         """Describe the model. Raises ServerError."""
         with server_errors():
             return (
-                await self._stub.GetModel(inference_pb2.GetModelRequest(model=self._model), **self._terms.call())
+                await self._channels.stub.GetModel(
+                    inference_pb2.GetModelRequest(model=self._model), **self._terms.call()
+                )
             ).model
 
     async def list_models(self) -> list[inference_pb2.Model]:
         """Describe every model of the server, its default first. Raises ServerError."""
         with server_errors():
-            return list((await self._stub.ListModels(inference_pb2.ListModelsRequest(), **self._terms.call())).models)
+            return list(
+                (await self._channels.stub.ListModels(inference_pb2.ListModelsRequest(), **self._terms.call())).models
+            )
+
+    async def connect(self) -> None:
+        """Connect to every process of the server (--workers), so that all calls spread over them.
+
+        `generate_many` does it by itself. Without it, and with `Connection(connections=...)`, connections are as set.
+        """
+        await self._channels.many_calls()
 
     async def close(self) -> None:
         """Cancel running calls and close the connections."""

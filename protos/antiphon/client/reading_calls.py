@@ -6,8 +6,7 @@ UNIMPLEMENTED.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from antiphon.client import async_channels, sync_channels
 from antiphon.client.messages import Languages, Source, server_errors
 from antiphon.client.readings import (
     Classification,
@@ -24,16 +23,13 @@ from antiphon.client.readings import (
     fill_mask_request,
 )
 from antiphon.client.terms import Terms
-from antiphon.v1 import inference_pb2, inference_pb2_grpc
-
-if TYPE_CHECKING:
-    from antiphon.v1.inference_pb2_grpc import InferenceServiceAsyncStub
+from antiphon.v1 import inference_pb2
 
 
 class AsyncReadingCalls:
     """Asynchronous calls to encoder heads and embeddings."""
 
-    _stub: InferenceServiceAsyncStub
+    _channels: async_channels.Channels
     _model: str
     _languages: Languages
     _terms: Terms
@@ -55,7 +51,7 @@ class AsyncReadingCalls:
             embed_request(self._model, source, pooling, self._languages, pair=pair, normalize=normalize)
         )
         with server_errors():
-            return as_embedding(await self._stub.Embed(request, **self._terms.call(timeout_s)))
+            return as_embedding(await self._channels.stub.Embed(request, **self._terms.call(timeout_s)))
 
     async def classify(
         self,
@@ -74,25 +70,25 @@ class AsyncReadingCalls:
             classify_request(self._model, source, pair=pair, top_k=top_k, next_sentence=next_sentence)
         )
         with server_errors():
-            return as_classification(await self._stub.Classify(request, **self._terms.call(timeout_s)))
+            return as_classification(await self._channels.stub.Classify(request, **self._terms.call(timeout_s)))
 
     async def tag(self, text: str, *, timeout_s: float | None = None) -> Tagging:
         """Return the label of every token of a text, and the spans they form. Raises ServerError."""
         request = inference_pb2.TagRequest(model=self._model, text=text)
         with server_errors():
-            return as_tagging(await self._stub.Tag(request, **self._terms.call(timeout_s)))
+            return as_tagging(await self._channels.stub.Tag(request, **self._terms.call(timeout_s)))
 
     async def fill_mask(self, source: Source, *, top_k: int = 0, timeout_s: float | None = None) -> FilledMasks:
         """Return top_k tokens for every masked place; 0 means 5. Raises ServerError."""
         request = self._terms.ask(fill_mask_request(self._model, source, top_k))
         with server_errors():
-            return as_filled_masks(await self._stub.FillMask(request, **self._terms.call(timeout_s)))
+            return as_filled_masks(await self._channels.stub.FillMask(request, **self._terms.call(timeout_s)))
 
 
 class ReadingCalls:
     """Synchronous calls to encoder heads and embeddings."""
 
-    _stub: inference_pb2_grpc.InferenceServiceStub
+    _channels: sync_channels.Channels
     _model: str
     _languages: Languages
     _terms: Terms
@@ -114,7 +110,7 @@ class ReadingCalls:
             embed_request(self._model, source, pooling, self._languages, pair=pair, normalize=normalize)
         )
         with server_errors():
-            return as_embedding(self._stub.Embed(request, **self._terms.call(timeout_s)))
+            return as_embedding(self._channels.stub.Embed(request, **self._terms.call(timeout_s)))
 
     def classify(
         self,
@@ -133,16 +129,16 @@ class ReadingCalls:
             classify_request(self._model, source, pair=pair, top_k=top_k, next_sentence=next_sentence)
         )
         with server_errors():
-            return as_classification(self._stub.Classify(request, **self._terms.call(timeout_s)))
+            return as_classification(self._channels.stub.Classify(request, **self._terms.call(timeout_s)))
 
     def tag(self, text: str, *, timeout_s: float | None = None) -> Tagging:
         """Return the label of every token of a text, and the spans they form. Raises ServerError."""
         request = inference_pb2.TagRequest(model=self._model, text=text)
         with server_errors():
-            return as_tagging(self._stub.Tag(request, **self._terms.call(timeout_s)))
+            return as_tagging(self._channels.stub.Tag(request, **self._terms.call(timeout_s)))
 
     def fill_mask(self, source: Source, *, top_k: int = 0, timeout_s: float | None = None) -> FilledMasks:
         """Return top_k tokens for every masked place; 0 means 5. Raises ServerError."""
         request = self._terms.ask(fill_mask_request(self._model, source, top_k))
         with server_errors():
-            return as_filled_masks(self._stub.FillMask(request, **self._terms.call(timeout_s)))
+            return as_filled_masks(self._channels.stub.FillMask(request, **self._terms.call(timeout_s)))

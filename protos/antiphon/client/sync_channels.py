@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 from collections.abc import Callable, Iterator
@@ -32,8 +33,16 @@ class Channels:
         self._is_offered: bool | None = None
         self._asking = threading.Lock()
         num_opened = how.connections or 1
-        self.opened = [open_channel(is_shared=num_opened == 1) for _ in range(num_opened)]
-        self._for_many = list(self.opened)
+        self._channels: list[grpc.Channel] = []
+        self._stubs: list[InferenceServiceStub] = []
+        self._turns = itertools.count()
+        for _ in range(num_opened):
+            self._add(open_channel(is_shared=num_opened == 1))
+
+    @property
+    def stub(self) -> InferenceServiceStub:
+        """Stub of the connection whose turn it is."""
+        return self._stubs[next(self._turns) % len(self._stubs)]
 
     def many_calls(self) -> list[OpenCall] | None:
         """Return functions that open GenerateMany calls, one for each connection; None for single calls.
@@ -46,30 +55,34 @@ class Channels:
                 self._ask()
         if self._is_spread or self._is_offered is False:
             return None
-        return [partial(self._open_many, channel) for channel in self._for_many]
+        return [partial(self._open_many, stub) for stub in self._stubs]
 
     def close(self) -> None:
         """Cancel running calls and close the connections."""
-        for channel in {*self.opened, *self._for_many}:
+        for channel in self._channels:
             channel.close()
 
     def _ask(self) -> None:
         """Ask whether the server knows GenerateMany; if it has several processes, connect to each."""
-        first = self._offered(self.opened[0])
+        first = self._offered(self._stubs[0])
         self._is_offered = first.is_known
         if self._is_placed or not first.is_known:
             return
         placement = Placement(first)
         while placement.wants_more():
             channel = self._open_channel(is_shared=False)
-            if placement.keeps(self._offered(channel)):
-                self._for_many.append(channel)
+            if placement.keeps(self._offered(InferenceServiceStub(channel))):
+                self._add(channel)
             else:
                 channel.close()
 
-    def _offered(self, channel: grpc.Channel) -> Offer:
-        call: Any = InferenceServiceStub(channel).GenerateMany(iter(()), **self._terms.call())
+    def _add(self, channel: grpc.Channel) -> None:
+        self._channels.append(channel)
+        self._stubs.append(InferenceServiceStub(channel))
+
+    def _offered(self, stub: InferenceServiceStub) -> Offer:
+        call: Any = stub.GenerateMany(iter(()), **self._terms.call())
         return offer_of(call.code(), call.trailing_metadata())
 
-    def _open_many(self, channel: grpc.Channel, messages: Iterator[inference_pb2.GenerateManyRequest]) -> Any:
-        return InferenceServiceStub(channel).GenerateMany(messages, **self._terms.call(math.inf))
+    def _open_many(self, stub: InferenceServiceStub, messages: Iterator[inference_pb2.GenerateManyRequest]) -> Any:
+        return stub.GenerateMany(messages, **self._terms.call(math.inf))

@@ -32,11 +32,10 @@ from antiphon.client.messages import (
 )
 from antiphon.client.options import Options
 from antiphon.client.reading_calls import ReadingCalls
-from antiphon.client.spread import spread
 from antiphon.client.sync_channels import Channels
 from antiphon.client.sync_many import outcomes
 from antiphon.client.terms import DEFAULT_TARGET, SERVICE_NAME, Priority, Terms
-from antiphon.v1 import inference_pb2, inference_pb2_grpc
+from antiphon.v1 import inference_pb2
 
 
 class Client(ReadingCalls):
@@ -62,7 +61,6 @@ class Client(ReadingCalls):
         how = connection or Connection()
         self._terms = Terms(how, timeout_s=timeout_s, priority=priority)
         self._channels = Channels(partial(how.open, target, SERVICE_NAME), how, self._terms)
-        self._stub = inference_pb2_grpc.InferenceServiceStub(spread(self._channels.opened))
         self._model = model
         self._languages = Languages(source=source_language, target=target_language)
 
@@ -76,7 +74,7 @@ class Client(ReadingCalls):
         self, source: Source, options: Options | None = None, *, timeout_s: float | None = None
     ) -> Iterator[Delta]:
         """Stream the targets of one source. Leaving the iteration cancels the request. Raises ServerError."""
-        call = self._stub.Generate(self._building(options)(source), **self._terms.call(timeout_s))
+        call = self._channels.stub.Generate(self._building(options)(source), **self._terms.call(timeout_s))
         try:
             with server_errors():
                 for response in call:
@@ -96,7 +94,7 @@ class Client(ReadingCalls):
         """Return every target of one source; with beam search the best comes first. Raises ServerError."""
         request = self._terms.ask(unary_request(self._model, source, options, self._languages))
         with server_errors():
-            return as_generations(self._stub.GenerateUnary(request, **self._terms.call(timeout_s)))
+            return as_generations(self._channels.stub.GenerateUnary(request, **self._terms.call(timeout_s)))
 
     def generate_many(
         self, sources: Iterable[Source], options: Options | None = None, *, concurrency: int = DEFAULT_CONCURRENCY
@@ -124,7 +122,7 @@ class Client(ReadingCalls):
         try:
             for source in sources:
                 under_way.append(
-                    self._stub.GenerateUnary.future(
+                    self._channels.stub.GenerateUnary.future(
                         self._terms.ask(unary_request(self._model, source, options, self._languages)),
                         **self._terms.call(),
                     )
@@ -143,7 +141,7 @@ class Client(ReadingCalls):
         """Return the log-probability of each token of a target, end token included. Raises ServerError."""
         request = self._terms.ask(score_request(self._model, source, target, num_alternatives, self._languages))
         with server_errors():
-            return as_judgement(self._stub.Score(request, **self._terms.call(timeout_s)))
+            return as_judgement(self._channels.stub.Score(request, **self._terms.call(timeout_s)))
 
     def explain(
         self, source: Source, target: Source | None = None, *, timeout_s: float | None = None
@@ -151,17 +149,26 @@ class Client(ReadingCalls):
         """Return the attention maps of a source and a target, or of the greedy answer. Raises ServerError."""
         request = self._terms.ask(explain_request(self._model, source, target, self._languages))
         with server_errors():
-            return self._stub.Explain(request, **self._terms.call(timeout_s))
+            return self._channels.stub.Explain(request, **self._terms.call(timeout_s))
 
     def get_model(self) -> inference_pb2.Model:
         """Describe the model. Raises ServerError."""
         with server_errors():
-            return self._stub.GetModel(inference_pb2.GetModelRequest(model=self._model), **self._terms.call()).model
+            return self._channels.stub.GetModel(
+                inference_pb2.GetModelRequest(model=self._model), **self._terms.call()
+            ).model
 
     def list_models(self) -> list[inference_pb2.Model]:
         """Describe every model of the server, its default first. Raises ServerError."""
         with server_errors():
-            return list(self._stub.ListModels(inference_pb2.ListModelsRequest(), **self._terms.call()).models)
+            return list(self._channels.stub.ListModels(inference_pb2.ListModelsRequest(), **self._terms.call()).models)
+
+    def connect(self) -> None:
+        """Connect to every process of the server (--workers), so that all calls spread over them.
+
+        `generate_many` does it by itself. Without it, and with `Connection(connections=...)`, connections are as set.
+        """
+        self._channels.many_calls()
 
     def close(self) -> None:
         """Cancel running calls and close the connection."""
