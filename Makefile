@@ -86,8 +86,8 @@ fuzz: $(VENV)/.test-tools ## Test random messages, texts and files. MINUTES=5 fo
 		$(LONG)FUZZ_S=$$((60 * $(or $(MINUTES),5))) \
 		$(AT_LENGTH) tests/reliability/test_fuzz_*.py $(ARGS)
 
-overload: $(VENV)/.test-tools ## Find the sustainable rate, then send 2, 4 and 8 times as much. MINUTES=3 for each.
-	@$(BIN)/python -m tests.reliability.overload --factors 2 4 8 --minutes $(or $(MINUTES),3) $(ARGS)
+overload: $(VENV)/.test-tools ## Find the sustainable rate, then send 1.5, 2, 4 and 8 times as much. MINUTES=3 for each.
+	@$(BIN)/python -m tests.reliability.overload --factors 1.5 2 4 8 --minutes $(or $(MINUTES),3) $(ARGS)
 
 endurance: $(VENV)/.test-tools ## Test mixed traffic and measure memory. MINUTES=60
 	@$(BIN)/python -m tests.reliability.endurance --minutes $(or $(MINUTES),60) $(ARGS)

@@ -156,7 +156,7 @@ def shared_parts(config: ServerConfig, registry: CollectorRegistry, *, num_worke
     waits = build_waits(config, families)
     return Shared(
         families=families,
-        pacing=Pacing(config.max_stream_messages_per_s, waits),
+        pacing=Pacing(config.max_stream_messages_per_s / num_workers, waits),
         # One caller may have half of it, which is enough for all texts of one message.
         long_texts=LongTexts(2 * max(config.max_message_bytes, config.max_text_bytes)),
         budget=MemoryBudget(config.memory_limit_bytes),

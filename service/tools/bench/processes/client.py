@@ -37,7 +37,7 @@ async def _measure(
     target: str, sources: Sequence[Source], way: Way, concurrency: int, options: Options
 ) -> dict[str, object]:
     async with AsyncClient(target) as client:
-        await client.get_model()  # connects
+        await client.connect()
         started_s = time.perf_counter()
         answers = await way(client, sources, concurrency, options)
         seconds = time.perf_counter() - started_s

@@ -45,10 +45,10 @@ class Served:
 
     @property
     def loop_cpu_s(self) -> float:
-        """CPU time of its event loop, the main thread."""
+        """CPU time of its event loop, the main thread; of all event loops, if it has several processes."""
         pid = self._process.pid
-        nanos, *_ = Path(f"/proc/{pid}/task/{pid}/schedstat").read_text(encoding="ascii").split()
-        return int(nanos) / 1e9
+        workers = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split()
+        return sum(_main_thread_cpu_s(worker) for worker in (str(pid), *workers))
 
     def memory_mb(self, field: str) -> float:
         """Return a field of /proc/PID/status of the server, VmRSS or VmHWM, in MB."""
@@ -75,9 +75,11 @@ class Served:
 class BenchServer(Served):
     """Ready `antiphon serve` process on free loopback ports."""
 
-    def __init__(self, bundle: Path, *, rows: int, threads: int) -> None:
+    def __init__(self, bundle: Path, *, rows: int, threads: int, workers: int = 1) -> None:
+        """threads: of all workers together."""
         settings = {
-            "port": 0, "metrics-port": 0, "max-num-seqs": rows, "threads": threads, "log-level": "error",
+            "port": 0, "metrics-port": 0, "max-num-seqs": rows, "threads": threads // workers, "log-level": "error",
+            "workers": workers,
         }  # fmt: skip
         flags = [word for name, value in settings.items() if value is not None for word in (f"--{name}", str(value))]
         super().__init__("antiphon.cli", "serve", str(bundle), *flags)
@@ -107,6 +109,11 @@ def run_client(
         raise BenchFailure("the client failed; its error message is above")
     answer = json.loads(ended.stdout)
     return Speed(num_tokens=answer["num_tokens"], seconds=answer["seconds"]), answer["texts"]
+
+
+def _main_thread_cpu_s(pid: str) -> float:
+    nanos, *_ = Path(f"/proc/{pid}/task/{pid}/schedstat").read_text(encoding="ascii").split()
+    return int(nanos) / 1e9
 
 
 def _environment() -> dict[str, str]:

@@ -18,7 +18,7 @@ from antiphon.service.tools.bench.sections.kernels import kernels
 from antiphon.service.tools.bench.sections.memory import memory
 from antiphon.service.tools.bench.sections.poisson import poisson
 from antiphon.service.tools.bench.sections.sampling import sampling
-from antiphon.service.tools.bench.sections.served import engine, grpc_overhead, startup
+from antiphon.service.tools.bench.sections.served import clients, engine, grpc_overhead, startup
 from antiphon.service.tools.bench.setup import Setup
 
 SECTIONS: dict[str, Callable[[Setup], list[Finding]]] = {
@@ -29,6 +29,7 @@ SECTIONS: dict[str, Callable[[Setup], list[Finding]]] = {
     "poisson": poisson,
     "memory": memory,
     "grpc_overhead": grpc_overhead,
+    "clients": clients,
     "engine": engine,
     "growth": growth,
     "host": host,

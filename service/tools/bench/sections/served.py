@@ -1,19 +1,24 @@
-"""Sections without CTranslate2: `engine` against static batches, `grpc_overhead` against the engine, `startup`."""
+"""Sections with a server: `grpc_overhead` against the engine, `clients` against CTranslate2, `startup`.
+
+`engine` has none: it measures the engine against static batches.
+"""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 from antiphon.client import Source
 from antiphon.client.many import DEFAULT_CONCURRENCY
 from antiphon.service.runtime.runner import Runner
+from antiphon.service.tools.bench.ctranslate2.reference import CTranslate2Reference, prompts_of
 from antiphon.service.tools.bench.drivers.offline import Offline
 from antiphon.service.tools.bench.drivers.static import translate_static
 from antiphon.service.tools.bench.processes.server import BenchServer, EchoServer, Served, run_client
 from antiphon.service.tools.bench.report import BenchFailure, Case, Finding, Speed, compare
+from antiphon.service.tools.bench.sections.decode import settings_for
 from antiphon.service.tools.bench.setup import Setup, Subject
 from antiphon.service.tools.bench.sources import Ids
 from antiphon.service.tools.bench.timing import alternate, timed
@@ -49,13 +54,13 @@ class _Way:
         )
         return _Asking(speed, texts, (server.loop_cpu_s - before_s) / len(asked) * 1e6)
 
+    def speed(self, server: Served, asked: Sequence[Source], max_new_tokens: int) -> Speed:
+        return self.ask(server, asked, max_new_tokens).speed
+
 
 _ECHOED = _Way("unary", f"{STREAMS} unary calls", STREAMS)
-_WAYS = (
-    _Way("streams", f"{STREAMS} streams", STREAMS),
-    _ECHOED,
-    _Way("many", f"one call, {DEFAULT_CONCURRENCY} requests", DEFAULT_CONCURRENCY),
-)
+_MANY = _Way("many", f"one call, {DEFAULT_CONCURRENCY} requests", DEFAULT_CONCURRENCY)
+_WAYS = (_Way("streams", f"{STREAMS} streams", STREAMS), _ECHOED, _MANY)
 
 
 def engine(setup: Setup) -> list[Finding]:
@@ -103,29 +108,72 @@ def grpc_overhead(setup: Setup) -> list[Finding]:
 
 def _over_grpc(subject: Subject, setup: Setup) -> list[Finding]:
     """Measure one model. The client sends texts, or ids for random models, from its own process on the same cores."""
+    with Offline(*setup.runners(subject, STREAMS), rows=STREAMS) as offline, EchoServer() as echo:
+        return [
+            found
+            for server, name in _servers(subject, setup)
+            for way in _WAYS
+            for found in _in_one_way(subject, setup, (offline, server, echo), way, name)
+        ]
+
+
+def _servers(subject: Subject, setup: Setup) -> Iterator[tuple[BenchServer, str]]:
+    """Yield a server of one process, and then one with a worker for each thread."""
+    for workers in dict.fromkeys((1, setup.threads)):
+        with BenchServer(subject.bundle.path, rows=STREAMS, threads=setup.threads, workers=workers) as server:
+            yield server, f"{workers} worker{'s' if workers > 1 else ''}"
+
+
+def _in_one_way(
+    subject: Subject, setup: Setup, sides: tuple[Offline, BenchServer, EchoServer], way: _Way, name: str
+) -> list[Finding]:
+    offline, server, echo = sides
     limit = subject.max_new_tokens
+    sources, asked = _work(subject, setup)
+    alone = partial(offline.translate, sources, concurrency=way.concurrency, max_new_tokens=limit)
+    expected = [subject.tokenizer.decode(target) for target in alone()]
+    if way.ask(server, asked, limit).texts != expected:
+        raise BenchFailure(f"grpc_overhead, {subject.name}, {way.name}: texts differ from the engine's")
+    pairs = alternate(partial(way.ask, server, asked, limit), partial(timed, alone), setup.repeat)
+    case = f"{subject.name}, {way.name}, {name}"
+    by_engine = Case(name="grpc_overhead", case=case, rows=STREAMS, against="the engine alone")
+    on_loop = replace(by_engine, case=f"{case}, event loop", against="a bare echo of a unary call")
+    loops = [(asking.loop_us, _ECHOED.ask(echo, asked, limit).loop_us) for asking, _ in pairs]
+    return [
+        *compare(by_engine, [(asking.speed, theirs) for asking, theirs in pairs]),
+        on_loop.finding(loops, "us of CPU a request"),
+    ]
+
+
+def _work(subject: Subject, setup: Setup) -> tuple[list[Ids], Sequence[Source]]:
+    """Return the sources as ids, and as a client sends them."""
     sources = subject.sources(_RANDOM_FILLS * STREAMS if subject.is_endless else setup.num_sentences)
-    asked: Sequence[Source] = sources if subject.is_endless else subject.texts(setup.num_sentences)
-    with (
-        Offline(*setup.runners(subject, STREAMS), rows=STREAMS) as offline,
-        BenchServer(subject.bundle.path, rows=STREAMS, threads=setup.threads) as server,
-        EchoServer() as echo,
-    ):
-        findings = []
-        for way in _WAYS:
-            alone = partial(offline.translate, sources, concurrency=way.concurrency, max_new_tokens=limit)
-            expected = [subject.tokenizer.decode(target) for target in alone()]
-            if way.ask(server, asked, limit).texts != expected:
-                raise BenchFailure(f"grpc_overhead, {subject.name}, {way.name}: texts differ from the engine's")
-            pairs = alternate(partial(way.ask, server, asked, limit), partial(timed, alone), setup.repeat)
-            case = Case(
-                name="grpc_overhead", case=f"{subject.name}, {way.name}", rows=STREAMS, against="the engine alone"
+    return sources, sources if subject.is_endless else subject.texts(setup.num_sentences)
+
+
+def clients(setup: Setup) -> list[Finding]:
+    """Measure a client with one call against CTranslate2 in a process of its own: no network, no other client."""
+    findings = []
+    for subject in setup.with_ctranslate2():
+        limit = subject.max_new_tokens
+        sources, asked = _work(subject, setup)
+        reference = CTranslate2Reference(subject.ctranslate2_folder)
+        settings = settings_for(subject, reference, STREAMS, setup.threads)
+        theirs = partial(reference.translate, prompts_of(sources), settings, limit)
+        for server, name in _servers(subject, setup):
+            many = partial(_MANY.speed, server, asked, limit)
+            many()
+            pairs = alternate(many, partial(_speed_of, theirs), setup.repeat)
+            case = f"{subject.name}, {_MANY.name}, {name}"
+            against = f"{settings}, in process"
+            findings += compare(
+                Case(name="clients", case=case, rows=STREAMS, against=against, is_ctranslate2=True), pairs
             )
-            findings += compare(case, [(asking.speed, theirs) for asking, theirs in pairs])
-            on_loop = replace(case, case=f"{case.case}, event loop", against="a bare echo of a unary call")
-            loops = [(asking.loop_us, _ECHOED.ask(echo, asked, limit).loop_us) for asking, _ in pairs]
-            findings.append(on_loop.finding(loops, "us of CPU a request"))
     return findings
+
+
+def _speed_of(translate: Callable[[], tuple[Speed, object]]) -> Speed:
+    return translate()[0]
 
 
 def startup(setup: Setup) -> list[Finding]:
