@@ -19,6 +19,7 @@ from antiphon.service.tools.bench.sections.memory import memory
 from antiphon.service.tools.bench.sections.poisson import poisson
 from antiphon.service.tools.bench.sections.sampling import sampling
 from antiphon.service.tools.bench.sections.served import clients, engine, grpc_overhead, startup
+from antiphon.service.tools.bench.sections.stages import stages
 from antiphon.service.tools.bench.setup import Setup
 
 SECTIONS: dict[str, Callable[[Setup], list[Finding]]] = {
@@ -30,6 +31,7 @@ SECTIONS: dict[str, Callable[[Setup], list[Finding]]] = {
     "memory": memory,
     "grpc_overhead": grpc_overhead,
     "clients": clients,
+    "stages": stages,
     "engine": engine,
     "growth": growth,
     "host": host,

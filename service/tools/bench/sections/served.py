@@ -40,7 +40,7 @@ class _Asking:
 
 
 @dataclass(frozen=True, slots=True)
-class _Way:
+class Way:
     """Work of a client: a kind of `client.py`, the name of the case, and the requests at a time."""
 
     kind: str
@@ -48,6 +48,7 @@ class _Way:
     concurrency: int
 
     def ask(self, server: Served, asked: Sequence[Source], max_new_tokens: int) -> _Asking:
+        """Ask a server for all sources."""
         before_s = server.loop_cpu_s
         speed, texts = run_client(
             server.target, asked, kind=self.kind, concurrency=self.concurrency, max_new_tokens=max_new_tokens
@@ -55,12 +56,13 @@ class _Way:
         return _Asking(speed, texts, (server.loop_cpu_s - before_s) / len(asked) * 1e6)
 
     def speed(self, server: Served, asked: Sequence[Source], max_new_tokens: int) -> Speed:
+        """Return the speed of asking a server for all sources."""
         return self.ask(server, asked, max_new_tokens).speed
 
 
-_ECHOED = _Way("unary", f"{STREAMS} unary calls", STREAMS)
-_MANY = _Way("many", f"one call, {DEFAULT_CONCURRENCY} requests", DEFAULT_CONCURRENCY)
-_WAYS = (_Way("streams", f"{STREAMS} streams", STREAMS), _ECHOED, _MANY)
+_ECHOED = Way("unary", f"{STREAMS} unary calls", STREAMS)
+_MANY = Way("many", f"one call, {DEFAULT_CONCURRENCY} requests", DEFAULT_CONCURRENCY)
+WAYS = (Way("streams", f"{STREAMS} streams", STREAMS), _ECHOED, _MANY)
 
 
 def engine(setup: Setup) -> list[Finding]:
@@ -112,7 +114,7 @@ def _over_grpc(subject: Subject, setup: Setup) -> list[Finding]:
         return [
             found
             for server, name in _servers(subject, setup)
-            for way in _WAYS
+            for way in WAYS
             for found in _in_one_way(subject, setup, (offline, server, echo), way, name)
         ]
 
@@ -125,11 +127,11 @@ def _servers(subject: Subject, setup: Setup) -> Iterator[tuple[BenchServer, str]
 
 
 def _in_one_way(
-    subject: Subject, setup: Setup, sides: tuple[Offline, BenchServer, EchoServer], way: _Way, name: str
+    subject: Subject, setup: Setup, sides: tuple[Offline, BenchServer, EchoServer], way: Way, name: str
 ) -> list[Finding]:
     offline, server, echo = sides
     limit = subject.max_new_tokens
-    sources, asked = _work(subject, setup)
+    sources, asked = work_of(subject, setup)
     alone = partial(offline.translate, sources, concurrency=way.concurrency, max_new_tokens=limit)
     expected = [subject.tokenizer.decode(target) for target in alone()]
     if way.ask(server, asked, limit).texts != expected:
@@ -145,7 +147,7 @@ def _in_one_way(
     ]
 
 
-def _work(subject: Subject, setup: Setup) -> tuple[list[Ids], Sequence[Source]]:
+def work_of(subject: Subject, setup: Setup) -> tuple[list[Ids], Sequence[Source]]:
     """Return the sources as ids, and as a client sends them."""
     sources = subject.sources(_RANDOM_FILLS * STREAMS if subject.is_endless else setup.num_sentences)
     return sources, sources if subject.is_endless else subject.texts(setup.num_sentences)
@@ -156,7 +158,7 @@ def clients(setup: Setup) -> list[Finding]:
     findings = []
     for subject in setup.with_ctranslate2():
         limit = subject.max_new_tokens
-        sources, asked = _work(subject, setup)
+        sources, asked = work_of(subject, setup)
         reference = CTranslate2Reference(subject.ctranslate2_folder)
         settings = settings_for(subject, reference, STREAMS, setup.threads)
         theirs = partial(reference.translate, prompts_of(sources), settings, limit)
