@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import grpc
@@ -10,17 +11,28 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
 from antiphon.service.rpc.calls.parsing import parser
-from antiphon.service.rpc.calls.rpc import InFlight, Method
+from antiphon.service.rpc.calls.rpc import Check, InFlight, Method
 
 
-def handlers_of(service: ServiceDescriptor, methods: dict[str, Method], in_flight: InFlight) -> grpc.GenericRpcHandler:
-    """Return the handlers of a service's methods by name. The service's descriptor says which of them stream."""
+def handlers_of(
+    service: ServiceDescriptor,
+    methods: dict[str, Method],
+    in_flight: InFlight,
+    checks: Mapping[str, Check] | None = None,
+) -> grpc.GenericRpcHandler:
+    """Return the handlers of a service's methods by name. The service's descriptor says which of them stream.
+
+    checks: of methods with one request, before it is read.
+    """
     handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
     for name, method in methods.items():
         descriptor = service.methods_by_name[name]
         parse = parser(GetMessageClass(descriptor.input_type))
-        guard = in_flight.guard_requests if descriptor.client_streaming else in_flight.guard
-        guarded = guard(f"{service.full_name}/{name}", method, parse)
+        full_name = f"{service.full_name}/{name}"
+        if descriptor.client_streaming:
+            guarded = in_flight.guard_requests(full_name, method, parse)
+        else:
+            guarded = in_flight.guard(full_name, method, parse, (checks or {}).get(name))
         handlers[name] = handler(guarded, is_streaming=descriptor.server_streaming)
     return grpc.method_handlers_generic_handler(service.full_name, handlers)
 

@@ -35,6 +35,10 @@ Method = Callable[[Any, Context], Awaitable[Any]]
 Trailer = Callable[[Call], tuple[str, bytes]]
 
 
+Check = Callable[[Call], None]
+"""Refuses a call by raising an AntiphonError."""
+
+
 class _NoRequest(InvalidArgument):
     """The client ended its side of a call, or the whole call, without a request."""
 
@@ -94,16 +98,17 @@ class InFlight:
         telemetry = self._telemetry if is_logged else self._telemetry.without_sinks()
         return InFlight(telemetry, self._waits, self._limits, self._resets)
 
-    def guard(self, name: str, method: Method, parse: Parser) -> Method:
+    def guard(self, name: str, method: Method, parse: Parser, check: Check | None = None) -> Method:
         """Return a handler of a method with one request, with the limits and metrics of this module.
 
         name: `package.Service/Method`. The method returns the answer, or writes a stream and returns None.
+        check: raises an AntiphonError for a call that is refused before its request is read.
         """
         self._telemetry.expect(name)
 
         async def guarded(_: object, context: Context) -> Any:
             rpc = self._enter(name, context)
-            return await self._concluded(rpc, lambda: self._answered(rpc, method, parse))
+            return await self._concluded(rpc, lambda: self._answered(rpc, method, parse, check))
 
         return guarded
 
@@ -255,8 +260,10 @@ class InFlight:
                 call.code, call.error = "CANCELLED", None
         raise asyncio.CancelledError from None
 
-    async def _answered(self, rpc: Rpc, method: Method, parse: Parser) -> bytes | None:
+    async def _answered(self, rpc: Rpc, method: Method, parse: Parser, check: Check | None) -> bytes | None:
         """Read the request, run the method, and return its answer, which must be read in time; None for a stream."""
+        if check is not None:
+            check(rpc.call)
         answer = await method(await self._receive(rpc, parse), rpc.context)
         if answer is None:
             return None

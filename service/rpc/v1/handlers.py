@@ -8,7 +8,9 @@ from typing import Any
 import grpc
 
 from antiphon.client.placement import WORKER_KEY
-from antiphon.service.observability.call import current_call
+from antiphon.service.domain.errors import AntiphonError
+from antiphon.service.domain.request import Priority
+from antiphon.service.observability.call import Call, current_call
 from antiphon.service.observability.telemetry import Telemetry
 from antiphon.service.rpc.calls.connections.resets import Resets
 from antiphon.service.rpc.calls.method_handlers import handlers_of
@@ -69,7 +71,23 @@ class Calls:
         methods = {name: self._routed(method) for name, method in _METHODS.items()}
         self.in_flight.expect(_REQUEST_OF_MANY)
         own: dict[str, Method] = {"GenerateMany": self._generate_many, "ListModels": self._list_models}
-        return handlers_of(SERVICE, methods | own, self.in_flight)
+        checks = dict.fromkeys(("Generate", "GenerateUnary"), self._check_room)
+        return handlers_of(SERVICE, methods | own, self.in_flight, checks)
+
+    def _check_room(self, call: Call) -> None:
+        """Raise QueueFull if no request of this caller could wait, whatever it is.
+
+        Under overload most calls are refused, and reading their requests would take most of the time. Of several models
+        the request must be read to know which one it asks.
+        """
+        if len(self.models) != 1:
+            return
+        (served,) = self.models
+        try:
+            served.engine.check_room(call.caller, Priority.INTERACTIVE)  # has the most room
+        except AntiphonError:
+            call.routed(served.name, served.metrics)
+            raise
 
     def _routed(self, method: Callable[[InferenceServicer, Any, Context], Awaitable[Any]]) -> Method:
         async def routed(request: Any, context: Context) -> Any:

@@ -8,6 +8,7 @@ import dataclasses
 import itertools
 import threading
 from collections.abc import AsyncIterator
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -113,6 +114,20 @@ async def test_request_is_refused_before_it_is_read_when_the_queue_is_full() -> 
         refused = await refusal(stub_of(held.served).Generate(unread))
     assert taken.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert (refused.code(), details_of(refused).reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")
+
+
+async def test_call_is_refused_before_its_request_arrives_when_the_queue_is_full() -> None:
+    async with overload(EngineLimits(max_queued_requests=2)) as held:
+        await held.hold()
+        held.wait(2)
+        call: Any = held.served.channel.stream_stream("/antiphon.v1.InferenceService/Generate")()
+        assert await call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        await held.served.settled()
+        (ended,) = held.served.ended
+        labels = {"model_name": "fake", "reason": "QUEUE_FULL"}
+        counted = held.served.registry.get_sample_value("antiphon_requests_refused_total", labels)
+    assert (ended.code, ended.model_name) == ("RESOURCE_EXHAUSTED", "fake")
+    assert counted == 1
 
 
 async def test_a_queue_full_of_requests_pushes_back() -> None:
