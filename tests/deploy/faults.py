@@ -173,6 +173,23 @@ def stuck(scene: Scene) -> Iterator[Cure]:
             yield flag.unlink
 
 
+@fault(
+    cause="one of two workers dies, and its bundle is gone from the disk",
+    cure="the bundle is there again",
+    of_one=("WorkersMissing",),
+)
+def bereft(scene: Scene) -> Iterator[Cure]:
+    bundle, gone = scene.folder / "bundle", scene.folder / "gone"
+    shutil.copytree(SHIPPED_BUNDLE, bundle)
+    with scene.server("--workers", "2", bundle=bundle) as server:
+        scene.seen(server)
+        pid = server.process.pid
+        worker, _ = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split()
+        bundle.rename(gone)
+        os.kill(int(worker), signal.SIGKILL)
+        yield lambda: gone.rename(bundle)
+
+
 @fault(cause="every third decoder step raises", cure="none does", of_one=("Errors",))
 def broken(scene: Scene) -> Iterator[Cure]:
     flag = scene.folder / "broken"

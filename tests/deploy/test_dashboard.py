@@ -32,6 +32,7 @@ ABSENT = {
     "antiphon_encoder_workspace_fit_coefficient": "a constant of the bundle; its predictions are shown",
     "antiphon_encoder_workspace_fit_residual_ratio": "a constant of the bundle; what holds now is shown",
     "antiphon_spans_exported_total": "those that are lost are shown",
+    "antiphon_worker_restarts_total": "changes of process_start_time_seconds are in the rules",
 }
 
 

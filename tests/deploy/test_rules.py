@@ -108,7 +108,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, se
     pair = authority.server()
     found: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
     with (
-        ServerProcess(SHIPPED_BUNDLE, [f"--tls-cert={pair.cert}", f"--tls-key={pair.key}"]) as server,
+        ServerProcess(SHIPPED_BUNDLE, ["--workers=2", f"--tls-cert={pair.cert}", f"--tls-key={pair.key}"]) as server,
         urllib.request.urlopen(server.metrics_url) as response,
     ):
         text = response.read().decode()

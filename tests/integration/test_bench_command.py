@@ -60,6 +60,7 @@ def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("growth", {("tokens/s", False)}),
         ("host", {("us of CPU", False)}),
         ("grpc_overhead", {("tokens/s", True), ("us of CPU a request", True)}),
+        ("stages", {("us of CPU a request", True), ("us of CPU a request", False)}),
         ("startup", {("s", False), ("MB", False)}),
     ],
 )
@@ -107,9 +108,11 @@ def test_encoding_speed_is_measured_beside_ctranslate2_on_the_same_work(
 def test_waits_and_memory_are_measured_beside_ctranslate2(
     random_model: Path, tmp_path: Path, texts: tuple[str, ...]
 ) -> None:
-    findings = findings_of(tmp_path, beside_ctranslate2(random_model, "--section", "poisson", "memory", *texts))
+    sections = ("--section", "poisson", "memory", "clients")
+    findings = findings_of(tmp_path, beside_ctranslate2(random_model, *sections, *texts))
     units = [(finding["name"], finding["unit"]) for finding in findings]
-    assert units == [("poisson", "requests/s"), *[("poisson", "ms")] * 6, *[("memory", "MB")] * 2]
+    expected = [("poisson", "requests/s"), *[("poisson", "ms")] * 6, *[("memory", "MB")] * 2, ("clients", "tokens/s")]
+    assert units == expected
     assert all(finding["ctranslate2"] is not None for finding in findings)
 
 

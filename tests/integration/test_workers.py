@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import os
 import resource
 import signal
@@ -30,7 +31,7 @@ from antiphon.service.server.workers.merged_metrics import GAUGES
 from antiphon.service.tools.capacity.sizing.footprint import SUPERVISOR_BYTES
 from antiphon.v1 import inference_pb2 as pb
 from antiphon.v1.inference_pb2_grpc import InferenceServiceStub
-from tests.certificates import Authority, as_pem, renew
+from tests.certificates import Authority, as_pem, renew, replace
 from tests.integration.conftest import SENTENCES
 from tests.integration.process import PATIENCE_S, ServerProcess, antiphon, num_submitted
 
@@ -123,7 +124,17 @@ def test_both_workers_answer_as_one_server(two: ServerProcess, server: ServerPro
 
 
 def test_supervisor_takes_no_more_memory_than_the_sizing_says(two: ServerProcess) -> None:
-    assert two.metrics()["process_resident_memory_bytes{worker=supervisor}"] <= SUPERVISOR_BYTES
+    assert resident_bytes(two.process.pid) <= SUPERVISOR_BYTES
+
+
+def test_resident_memory_counts_shared_pages_once(two: ServerProcess) -> None:
+    each = [resident_bytes(pid) for pid in (two.process.pid, *workers_of(two))]
+    assert max(each) < two.metrics()["process_resident_memory_bytes"] < sum(each)
+
+
+def resident_bytes(pid: int) -> int:
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.partition("VmRSS:")[2].split()[0]) * 1024
 
 
 def test_every_gauge_says_how_those_of_several_workers_become_one(two: ServerProcess) -> None:
@@ -285,6 +296,42 @@ def test_both_workers_present_a_renewed_certificate(bundle: Path, tmp_path: Path
             renew(shown, new)
             until(partial(_all_show, process, as_pem(new)))
         assert workers_of(process) == pids
+
+
+def test_worker_that_hangs_is_killed_and_replaced(bundle: Path) -> None:
+    with ServerProcess(bundle, (*TWO, "--watchdog-timeout-s", "1")) as process:
+        hung, kept = workers_of(process)
+        os.kill(hung, signal.SIGSTOP)
+        process.wait_for_metrics(_is_whole_again)
+        assert hung not in workers_of(process)
+        assert kept in workers_of(process)
+
+
+async def test_both_workers_read_the_tokens_again(bundle: Path, tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens"
+    tokens.write_text(_token_line("first"))
+    tokens.chmod(0o600)
+    with ServerProcess(bundle, ("--workers", "2", f"--auth-tokens-file={tokens}")) as process:
+        replace(tokens, _token_line("second").encode())
+        tokens.chmod(0o600)
+        seen = Counter[tuple[int, str]]()
+        async with asyncio.timeout(PATIENCE_S):
+            while {(0, "OK"), (1, "OK")} - seen.keys():  # with the new token
+                seen[await _answer(process, "second")] += 1
+        assert {code for _, code in [await _answer(process, "first") for _ in range(40)]} == {"UNAUTHENTICATED"}
+
+
+def _token_line(token: str) -> str:
+    return f"someone:{hashlib.sha256(token.encode()).hexdigest()}\n"
+
+
+async def _answer(process: ServerProcess, token: str) -> tuple[int, str]:
+    """Return the worker that a new connection reaches, and the status of a call with a token."""
+    async with grpc.aio.insecure_channel(process.target, options=_OWN_CONNECTION) as channel:
+        call: Any = InferenceServiceStub(channel).GenerateMany(metadata=(("authorization", f"Bearer {token}"),))
+        await call.done_writing()
+        code = await call.code()
+        return offer_of(code, await call.trailing_metadata()).worker, code.name
 
 
 def _all_show(process: ServerProcess, leaf: str) -> bool:

@@ -38,14 +38,16 @@ _SUMMED = (
     *("arena_cached_bytes", "arena_in_use_bytes", "arena_limit_bytes", "arena_peak_bytes", "arena_reserved_bytes"),
     *("workers_serving", "workers_configured"),  # of the supervisor only
 )
-_OF_EACH = ("engine_last_step_age_seconds", "engine_stuck", "event_loop_lag_seconds", "kv_cache_usage_ratio")
-_OF_EACH_PROCESS = ("resident_memory_bytes", "virtual_memory_bytes", "open_fds", "max_fds", "start_time_seconds")
+# Not those that alerts and autoscalers compare with sums: of an engine that hangs or a full cache, the worst counts.
+_OF_EACH = ("event_loop_lag_seconds",)
+_OF_EACH_PROCESS = ("virtual_memory_bytes", "open_fds", "max_fds", "start_time_seconds")
 _WORKSPACE = (
     *("fit_coefficient", "fit_residual_ratio", "measured_bytes", "measured_max_bytes", "residual_bytes"),
     *("predicted_fused_bytes", "predicted_materialised_bytes"),
 )
 _LARGEST = (
     *("build_info", "model_info", "model_memory_bytes", "memory_budget_bytes", "machine_memory_bytes"),
+    *("engine_last_step_age_seconds", "engine_stuck", "kv_cache_usage_ratio"),
     *("connections_full", "expected_wait_seconds", *(f"encoder_workspace_{name}" for name in _WORKSPACE)),
 )
 GAUGES: Mapping[str, Merge] = {
@@ -53,6 +55,7 @@ GAUGES: Mapping[str, Merge] = {
     **{PREFIX + name: Merge.EACH for name in _OF_EACH},
     **{f"process_{name}": Merge.EACH for name in _OF_EACH_PROCESS},
     **{PREFIX + name: Merge.MAX for name in _LARGEST},
+    "process_resident_memory_bytes": Merge.SUM,  # `resident.py` replaces it
     f"{PREFIX}tls_certificate_expiry_timestamp_seconds": Merge.MIN,
 }
 """Rule of each gauge. Families of other packages, which have none, are the same in all processes."""

@@ -32,6 +32,7 @@ from antiphon.service.server.side_ports import admin_port, metrics_port, probe_p
 from antiphon.service.server.workers.admin import WorkersAdmin
 from antiphon.service.server.workers.division import Division
 from antiphon.service.server.workers.merged_metrics import MergedCollector, Totals, exposition_of
+from antiphon.service.server.workers.resident import proportional_bytes, set_resident
 from antiphon.service.server.workers.supervisor import Supervisor, WorkerFailed
 from antiphon.service.server.workers.worker_process import LoadedModel, WorkerProcess
 
@@ -164,4 +165,6 @@ class _Server:
         workers = self._supervisor.serving
         texts = await asyncio.gather(*(worker.metrics(_METRICS_TIMEOUT_S) for worker in workers))
         expositions = {str(worker.role.index): text for worker, text in zip(workers, texts, strict=True)}
-        return self._totals.merged(expositions | {_SUPERVISOR: exposition_of(self._registry)})
+        metrics = self._totals.merged(expositions | {_SUPERVISOR: exposition_of(self._registry)})
+        set_resident(metrics, proportional_bytes([os.getpid(), *(worker.pid for worker in workers)]))
+        return metrics

@@ -121,7 +121,11 @@ class Supervisor:
     async def _replace(self, index: int, catch_up: CatchUp) -> WorkerProcess | None:
         """Start a worker in the place of another. Return None if it cannot serve."""
         self._metrics.restarted()
-        worker = await self._start(index, opens_early=False)
+        try:
+            worker = await self._start(index, opens_early=False)
+        except OSError as error:  # no memory, no process, no descriptor
+            log.error("worker %d cannot be started: %s", index, error)
+            return None
         try:
             await self._loaded(worker)
             await catch_up(worker, lambda: self._serve(worker))

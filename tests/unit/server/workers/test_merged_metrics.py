@@ -20,6 +20,7 @@ class Process:
         self.sizes = Histogram("sizes", "Sizes.", ["model_name"], buckets=[1, 2, 5], registry=self.registry)
         self.running = Gauge("antiphon_num_requests_running", "Running.", registry=self.registry)
         self.usage = Gauge("antiphon_kv_cache_usage_ratio", "Usage.", registry=self.registry)
+        self.lag = Gauge("antiphon_event_loop_lag_seconds", "Lag.", registry=self.registry)
         self.memory = Gauge("antiphon_model_memory_bytes", "Memory.", registry=self.registry)
         self.expiry = Gauge("antiphon_tls_certificate_expiry_timestamp_seconds", "Expiry.", registry=self.registry)
         Info("build", "Versions.", registry=self.registry).info({"version": "1"})
@@ -82,12 +83,14 @@ def test_gauges_are_summed_or_the_same_or_of_each_worker() -> None:
     for process, (running, usage, expiry) in ((one, (3, 0.5, 100)), (two, (4, 0.25, 90))):
         process.running.set(running)
         process.usage.set(usage)
+        process.lag.set(usage)
         process.expiry.set(expiry)
         process.memory.set(1000)
     found = samples(merged(Totals(), one=one, two=two))
     assert found["antiphon_num_requests_running", ()] == 7
-    assert found["antiphon_kv_cache_usage_ratio", (("worker", "one"),)] == 0.5
-    assert found["antiphon_kv_cache_usage_ratio", (("worker", "two"),)] == 0.25
+    assert found["antiphon_kv_cache_usage_ratio", ()] == 0.5
+    assert found["antiphon_event_loop_lag_seconds", (("worker", "one"),)] == 0.5
+    assert found["antiphon_event_loop_lag_seconds", (("worker", "two"),)] == 0.25
     assert found["antiphon_model_memory_bytes", ()] == 1000
     assert found["antiphon_tls_certificate_expiry_timestamp_seconds", ()] == 90
 
