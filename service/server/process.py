@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
         check_tracing(config)
         check_ports(config)
         if len(divisions := divide(config)) > 1:
-            return run_workers(config, divisions)
+            return run_workers(config, divisions, handler)
         config = within_files(config)
         registry = CollectorRegistry()
         shared = shared_parts(config, registry)

@@ -16,6 +16,7 @@ from grpc_health.v1 import health
 from grpc_health.v1.health_pb2 import HealthCheckResponse
 from prometheus_client import CollectorRegistry, Metric
 
+from antiphon.service.observability.logs.log_handler import BackgroundHandler
 from antiphon.service.observability.metrics.metric_families import MetricFamilies
 from antiphon.service.observability.metrics.process_metrics import add_process_metrics
 from antiphon.service.observability.telemetry import Telemetry
@@ -25,6 +26,7 @@ from antiphon.service.rpc.calls.probes import Probes
 from antiphon.service.rpc.security.file_metrics import FileMetrics
 from antiphon.service.server.access import Access
 from antiphon.service.server.lifecycle import Stop, end_now
+from antiphon.service.server.observation import observing
 from antiphon.service.server.parts import SERVICES, build_waits
 from antiphon.service.server.ready_line import Ports, ready_line
 from antiphon.service.server.settings import ServerConfig
@@ -41,16 +43,18 @@ _METRICS_TIMEOUT_S = 5.0
 _SUPERVISOR = "supervisor"
 
 
-def run_workers(config: ServerConfig, divisions: Sequence[Division]) -> int:
+def run_workers(config: ServerConfig, divisions: Sequence[Division], handler: BackgroundHandler) -> int:
     """Serve until asked to stop, then end the process with the largest exit code of the workers.
 
-    Returns the exit code of a worker that could not start. Raises PortError or FileProblem.
+    handler: of this process's log. Returns the exit code of a worker that could not start. Raises PortError or
+    FileProblem.
     """
     # Workers are new programs, so gRPC need not prepare for forks; it would write a line for each.
     os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
     registry = CollectorRegistry()
     families = MetricFamilies(registry)
     add_process_metrics(registry)
+    handler.report_drops(families.log_lines_dropped.inc)
     access = Access(config, FileMetrics(families))
     access.warn()
     try:
@@ -65,16 +69,17 @@ def run_workers(config: ServerConfig, divisions: Sequence[Division]) -> int:
 @contextlib.contextmanager
 def _reserved(host: str, port: int) -> Iterator[int]:
     """Hold a port that sockets of this user's other processes may listen on; yield its number. Raises PortError."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        with socket.socket(family, kind, protocol) as held:
+    with contextlib.ExitStack() as stack:
+        try:
+            family, kind, protocol, _, address = socket.getaddrinfo(
+                host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )[0]
+            held = stack.enter_context(socket.socket(family, kind, protocol))
             held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             held.bind(address)
-            yield held.getsockname()[1]
-    except OSError as error:
-        raise PortError(f"port {port} on {host} cannot be used: {error.strerror or error}") from None
+        except OSError as error:
+            raise PortError(f"port {port} on {host} cannot be used: {error.strerror or error}") from None
+        yield held.getsockname()[1]
 
 
 class _Server:
@@ -108,25 +113,36 @@ class _Server:
         servicer = health.aio.HealthServicer()
         self._probes = Probes(servicer, SERVICES)
         await self._probes.start()
-        waits = build_waits(self._config, self._families)
-        telemetry = Telemetry(self._families)
         async with self._metrics_port() as metrics, probe_port(self._config, servicer) as probe:
             models = await self._started(stop)
-            if models is not None:
-                for model in models:
-                    await self._probes.announce(model.name, HealthCheckResponse.SERVING)
-                self._is_started = True
-                await self._report_health()
-                async with (
-                    admin_port(self._config, self._access, self._admin, telemetry, waits) as admin,
-                    running_in_background(self._supervisor.keep(self._catch_up)),
-                ):
-                    ports = Ports(port=self._config.port, metrics=metrics, admin=admin, probe=probe)
-                    print(ready_line(self._config, models, ports), flush=True)
-                    await stop.wait()
-                    await self._probes.leave()
-                    end_now(await self._supervisor.stop())
-            end_now(await self._supervisor.stop())
+            if models is None:
+                code = await self._supervisor.stop()
+            else:
+                async with observing(self._config, self._families) as telemetry:
+                    code = await self._serve_until_asked(stop, telemetry, models, metrics, probe)
+            end_now(code)
+
+    async def _serve_until_asked(
+        self, stop: Stop, telemetry: Telemetry, models: list[LoadedModel], metrics: int, probe: int | None
+    ) -> int:
+        """Report readiness, and keep all workers until asked to stop. Return their exit code once they have drained.
+
+        metrics, probe: ports.
+        """
+        for model in models:
+            await self._probes.announce(model.name, HealthCheckResponse.SERVING)
+        self._is_started = True
+        await self._report_health()
+        waits = build_waits(self._config, self._families)
+        async with (
+            admin_port(self._config, self._access, self._admin, telemetry, waits) as admin,
+            running_in_background(self._supervisor.keep(self._catch_up)),
+        ):
+            ports = Ports(port=self._config.port, metrics=metrics, admin=admin, probe=probe)
+            print(ready_line(self._config, models, ports), flush=True)
+            await stop.wait()
+            await self._probes.leave()
+            return await self._supervisor.stop()
 
     async def _started(self, stop: Stop) -> list[LoadedModel] | None:
         try:
