@@ -49,8 +49,6 @@ def run_workers(config: ServerConfig, divisions: Sequence[Division], handler: Ba
     handler: of this process's log. Returns the exit code of a worker that could not start. Raises PortError or
     FileProblem.
     """
-    # Workers are new programs, so gRPC need not prepare for forks; it would write a line for each.
-    os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
     registry = CollectorRegistry()
     families = MetricFamilies(registry)
     add_process_metrics(registry)

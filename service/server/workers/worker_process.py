@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import os
 import signal
 import socket
+import subprocess
 import sys
-from asyncio.subprocess import PIPE, Process
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 from antiphon.service.server.settings import ServerConfig
 from antiphon.service.server.workers.link import Link, LinkLost
@@ -35,31 +36,19 @@ class WorkerProcess:
     last_metrics: its last exposition, which remains when it dies.
     """
 
-    def __init__(self, role: Role, process: Process, link: Link) -> None:
+    def __init__(self, role: Role, process: subprocess.Popen[bytes], link: Link) -> None:
         self.role = role
         self.last_metrics = ""
         self._process = process
         self._link = link
         self._reading = asyncio.create_task(link.run())
+        self._exit = asyncio.create_task(_exit_code(process))
 
     @classmethod
     async def start(cls, role: Role, config: ServerConfig) -> Self:
-        """Start the process."""
-        ours, theirs = socket.socketpair()
-        with theirs:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                *("-m", _MODULE, str(theirs.fileno())),
-                stdin=PIPE,
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,  # an interrupt from the terminal is for the supervisor, which tells all workers
-            )
-        assert process.stdin is not None
-        with contextlib.suppress(ConnectionError):  # it has ended already
-            process.stdin.write(role.to_json(config))
-            await process.stdin.drain()
-        process.stdin.close()
-        return cls(role, process, await Link.over(ours))
+        """Start the process. Raises OSError."""
+        process, end = _spawn(role.to_json(config))
+        return cls(role, process, await Link.over(end))
 
     @property
     def pid(self) -> int:
@@ -105,10 +94,41 @@ class WorkerProcess:
 
     async def ended(self) -> int:
         """Wait for its end. Return its exit code, or minus the number of the signal that ended it."""
-        code: Any = await self._process.wait()
+        code = await asyncio.shield(self._exit)
         await self._reading
-        return int(code)
+        return code
 
     def _send(self, number: signal.Signals) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            self._process.send_signal(number)
+        self._process.send_signal(number)
+
+
+def _spawn(role: bytes) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """Start a process with its role. Return it and this end of the link. Raises OSError.
+
+    Not by the event loop, whose fork would make gRPC write a line about it: subprocess uses vfork.
+    """
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = subprocess.Popen(
+            (sys.executable, "-m", _MODULE, str(theirs.fileno())),
+            stdin=subprocess.PIPE,
+            pass_fds=(theirs.fileno(),),
+            start_new_session=True,  # an interrupt from the terminal is for the supervisor, which tells all workers
+        )
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError), process.stdin:  # it may have ended already
+        process.stdin.write(role)
+    return process, ours
+
+
+async def _exit_code(process: subprocess.Popen[bytes]) -> int:
+    """Wait for the end of a process without a thread."""
+    loop, has_ended = asyncio.get_running_loop(), asyncio.Event()
+    descriptor = os.pidfd_open(process.pid)
+    loop.add_reader(descriptor, has_ended.set)
+    try:
+        await has_ended.wait()
+    finally:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
+    return process.wait()
