@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 import grpc
 import grpc.aio
 
-from antiphon.client.many import ManyRequests, Outcome, lost, together
+from antiphon.client.many import END_PATIENCE_S, ManyRequests, Outcome, lost, together
 from antiphon.client.messages import ServerError, Source, as_server_error
 from antiphon.v1 import inference_pb2
 
@@ -57,13 +57,20 @@ class Conversation:
                     if task.done():
                         task.result()
                 if self._is_fed and self._requests.is_finished:
-                    return
+                    break
+            await self._end_calls(tasks[1:])
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             if self._timer is not None:
                 self._timer.cancel()
+
+    async def _end_calls(self, talks: list[asyncio.Task[None]]) -> None:
+        """End the calls, so that the server counts them as complete and not as cancelled."""
+        for outbox in self._outboxes:
+            outbox.end()
+        await asyncio.wait(talks, timeout=END_PATIENCE_S)
 
     async def _feed(self) -> None:
         """Read sources as far as there is room."""
@@ -93,8 +100,7 @@ class Conversation:
 
     async def _talk(self, index: int, outbox: _Outbox) -> None:
         """Send requests and read answers, over a new call if the last one broke."""
-        while True:
-            call = await outbox.open()
+        while (call := await outbox.open()) is not None:
             writing = asyncio.create_task(outbox.write_to(call))
             error = lost()
             try:
@@ -107,15 +113,18 @@ class Conversation:
                 writing.cancel()
                 call.cancel()
                 await asyncio.gather(writing, return_exceptions=True)
+            if outbox.is_ended:
+                return
             outbox.clear()
             self._requests.broken(index, error)
             self._send_due()
 
 
 class _Outbox:
-    """Requests on their way into the calls of one connection, one call after the other."""
+    """Requests on their way into the calls of one connection, one call after the other. is_ended: there are no more."""
 
     def __init__(self, open_call: Callable[[], Call]) -> None:
+        self.is_ended = False
         self._open_call = open_call
         self._unsent: list[inference_pb2.ManyRequest] = []
         self._has_unsent = asyncio.Event()
@@ -128,10 +137,14 @@ class _Outbox:
         self._unsent = []
         self._has_unsent.clear()
 
-    async def open(self) -> Call:
-        """Return a new call once there is something to send."""
+    def end(self) -> None:
+        self.is_ended = True
+        self._has_unsent.set()
+
+    async def open(self) -> Call | None:
+        """Return a new call once there is something to send, or None if there will be nothing."""
         await self._has_unsent.wait()
-        return self._open_call()
+        return None if self.is_ended else self._open_call()
 
     async def write_to(self, call: Call) -> None:
         with ended_call():  # the reader learns why it has ended
@@ -141,6 +154,9 @@ class _Outbox:
                 self.clear()
                 for message in together(unsent):
                     await call.write(message)
+                if self.is_ended:
+                    await call.done_writing()
+                    return
 
 
 def end_of_call(error: grpc.aio.AioRpcError) -> ServerError:

@@ -21,6 +21,9 @@ from antiphon.v1 import inference_pb2
 DEFAULT_CONCURRENCY = 256
 """Unanswered requests at a time: as many as a server reads of one call."""
 
+END_PATIENCE_S = 1.0
+"""Time for the server to end a call whose requests are all answered; after it, the call is cancelled."""
+
 Outcome = list[Generation] | ServerError
 """Every output of a request, best first, or its error."""
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc
 
-from antiphon.client.many import ManyRequests, Outcome, lost, together
+from antiphon.client.many import END_PATIENCE_S, ManyRequests, Outcome, lost, together
 from antiphon.client.messages import ServerError, Source, as_server_error
 from antiphon.v1 import inference_pb2
 
@@ -40,6 +40,8 @@ def outcomes(open_calls: Sequence[OpenCall], sources: Iterable[Source], requests
             _send(requests.due(), talks)
             yield from requests.take()
             if is_fed and requests.is_finished:
+                for talk in talks:
+                    talk.finish()
                 return
             if requests.has_room and not is_fed:
                 continue
@@ -83,15 +85,23 @@ class _Talk:
         self._open_call = open_call
         self._inbox = inbox
         self._call: Any = None
+        self._reader = threading.Thread()
         self._written: queue.SimpleQueue[inference_pb2.GenerateManyRequest | None] = queue.SimpleQueue()
 
     def send(self, requests: list[inference_pb2.ManyRequest]) -> None:
         if requests and self._call is None:
             self._written = queue.SimpleQueue()
             self._call = self._open_call(iter(self._written.get, None))
-            threading.Thread(target=self._read, args=(self._call, self.number), daemon=True).start()
+            self._reader = threading.Thread(target=self._read, args=(self._call, self.number), daemon=True)
+            self._reader.start()
         for message in together(requests):
             self._written.put(message)
+
+    def finish(self) -> None:
+        """Let the server end the call, so that it counts as complete and not as cancelled."""
+        if self._call is not None:
+            self._written.put(None)
+            self._reader.join(END_PATIENCE_S)
 
     def end(self) -> None:
         """Cancel the call, if there is one."""

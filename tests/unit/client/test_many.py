@@ -114,6 +114,7 @@ async def test_all_requests_share_one_call(ask: Ask) -> None:
         results = await ask(served.target)
         await served.settled()
         methods = Counter(call.method.partition("/")[2] for call in served.ended)
+        assert {call.code for call in served.ended} == {"OK"}
     assert all(isinstance(result, Generation) for result in results)
     assert methods["GenerateMany:request"] == len(TEXTS)
     assert not methods["GenerateUnary"]
