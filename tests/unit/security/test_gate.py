@@ -81,7 +81,8 @@ async def test_call_without_a_token_is_refused(metadata: Any, reason: str, chall
             trailers = dict(error.trailing_metadata())
             assert trailers["www-authenticate"] == challenge
             assert trailers["x-request-id"]
-    labels = {"model_name": "", "reason": reason}  # counted after the client has the status
+        await served.settled()  # counted after the client has the status
+    labels = {"model_name": "", "reason": reason}
     assert served.registry.get_sample_value("antiphon_requests_refused_total", labels) == 2
 
 
