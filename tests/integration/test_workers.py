@@ -155,22 +155,34 @@ def test_connections_spread_over_the_workers(two: ServerProcess) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
     pids = workers_of(two)
-    before = {pid: num_sockets(pid) for pid in pids}
     with contextlib.ExitStack() as connections:
-        for _ in range(1000):
-            connections.enter_context(socket.create_connection(("127.0.0.1", two.port)))
-        until(lambda: sum(num_sockets(pid) - before[pid] for pid in pids) >= 1000)
-        counts = [num_sockets(pid) - before[pid] for pid in pids]
+        opened = [connections.enter_context(socket.create_connection(("127.0.0.1", two.port))) for _ in range(1000)]
+        ports = {connection.getsockname()[1] for connection in opened}
+        until(lambda: sum(num_accepted(pid, two.port, ports) for pid in pids) == 1000)
+        counts = [num_accepted(pid, two.port, ports) for pid in pids]
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert min(counts) > 400, counts  # of 1,000 fair coins, six standard deviations are 95
 
 
-def num_sockets(pid: int) -> int:
-    links = []
+def num_accepted(pid: int, server_port: int, client_ports: set[int]) -> int:
+    """Return the number of connections from these ports that a process has accepted."""
+    sockets = set()
+    lines = [line.split() for table in ("tcp", "tcp6") for line in Path(f"/proc/net/{table}").read_text().splitlines()]
+    for local, remote, inode in ((line[1], line[2], line[9]) for line in lines if line[0] != "sl"):
+        if _port(local) == server_port and _port(remote) in client_ports:
+            sockets.add(f"socket:[{inode}]")
+    return len(sockets & set(open_files(pid)))
+
+
+def _port(address: str) -> int:
+    """Return the port of an address in a table of /proc/net, which is in hexadecimal digits."""
+    return int(address.rpartition(":")[2], 16)
+
+
+def open_files(pid: int) -> Iterator[str]:
     for entry in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):
-            links.append(str(entry.readlink()))
-    return sum(link.startswith("socket:") for link in links)
+            yield str(entry.readlink())
 
 
 async def test_model_is_loaded_into_and_unloaded_from_both_workers(two: ServerProcess, bundle: Path) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
+from torch.onnx._internal.exporter._registration import ONNXRegistry
 
 from antiphon.model.bundle.manifest import Bundle, Lowering, load_bundle
 from antiphon.model.checkpoints.checkpoint import Checkpoint
@@ -31,6 +33,22 @@ VARIANTS: dict[str, dict[str, object]] = {
     "marian": dict(activation="silu", sinusoids="halves", output_bias=True),
     "learned_gated": dict(positions="learned", gated=True, tie_output=False),
 }  # fmt: skip
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_onnx_registry() -> Iterator[None]:
+    """Let exports copy one table of PyTorch's ONNX functions; each would otherwise build it, which takes seconds."""
+    build = functools.cache(ONNXRegistry.from_torchlib)
+
+    def copy_of_built(opset_version: int) -> ONNXRegistry:
+        built, copy = build(opset_version), ONNXRegistry()
+        copy._opset_version = built.opset_version
+        copy.functions = {target: list(functions) for target, functions in built.functions.items()}
+        return copy
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ONNXRegistry, "from_torchlib", staticmethod(copy_of_built))
+        yield
 
 
 @pytest.fixture(scope="session")
