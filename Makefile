@@ -14,6 +14,8 @@ OIP_CLIENTS := .venv-oip-clients
 # Programs that check and run the files of deploy/: Python packages, and unpacked Debian packages.
 DEPLOY := .venv-deploy
 UNPACKED := build/deploy-tools
+# Triton and onnxruntime-gpu, for operators of GPUs. No card is needed.
+CUDA := .venv-cuda
 
 # Number of processes that run tests in parallel. Each loads models and needs about 2 GB of memory.
 JOBS ?= 2
@@ -31,7 +33,7 @@ endif
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup serve watch test oip-clients deploy-tools soak sanitize reliability crowd endurance abuse \
+.PHONY: help setup serve watch test test-cuda cuda-tools kernels oip-clients deploy-tools soak sanitize reliability crowd endurance abuse \
 	overload faults balancing balancing-bench fuzz lint stubs wheel image image-base image-check alerts-check lock clean
 
 help: ## Show this list.
@@ -48,6 +50,15 @@ watch: setup ## Serve, with Prometheus and alerts, without containers. ARGS="--p
 test: lint oip-clients deploy-tools ## Run lint, types and all tests. ARGS="-k scheduler" passes options to pytest.
 	@echo "==> pytest"
 	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+
+test-cuda: cuda-tools ## Test the operators for GPUs in Triton's interpreter, without a card. ARGS="-k sample"
+	@echo "==> pytest tests/cuda"
+	@PYTHONPATH=protos:. $(CUDA)/bin/python -m pytest -n $(JOBS) tests/cuda $(ARGS)
+
+cuda-tools: $(CUDA)/.installed ## Create .venv-cuda: Triton and onnxruntime-gpu, for test-cuda and kernels. 1 GB.
+
+kernels: cuda-tools ## Compile the kernels for GPUs: model/ops/cuda/compiled/. ARGS="--architecture 90"
+	@PYTHONPATH=protos:. $(CUDA)/bin/python -m antiphon.model.ops.cuda.compile_kernels $(ARGS)
 
 oip-clients: $(OIP_CLIENTS)/.installed ## Create .venv-oip-clients: published clients of the Open Inference Protocol, for tests.
 
@@ -136,9 +147,11 @@ lock: $(VENV)/.created ## Resolve versions and hashes again, and keep locked one
 		--output-file requirements/oip-clients.lock $(ARGS)
 	@$(UV_COMPILE) requirements/deploy.in $(addprefix --no-emit-package ,$(UNUSED_BY_DEPLOY)) \
 		--output-file requirements/deploy.lock $(ARGS)
+	@$(UV_COMPILE) pyproject.toml requirements/cuda.in --extra serving --extra train --no-emit-package torch \
+		--constraint requirements/test.lock --output-file requirements/cuda.lock $(ARGS)
 
 clean: ## Remove .venv and all build results.
-	rm -rf $(VENV) $(OIP_CLIENTS) $(DEPLOY) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OIP_CLIENTS) $(DEPLOY) $(CUDA) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find model/ops service/engine protos -name '*.so' -delete
 	find protos -name '*_pb2*.py' -delete -o -name '*_pb2*.pyi' -delete
 
@@ -216,4 +229,12 @@ $(DEPLOY)/.installed: requirements/deploy.lock $(VENV)/.created
 	@rm -rf $(DEPLOY) && $(BIN)/python -m venv $(DEPLOY)
 	@$(DEPLOY)/bin/python -m pip --disable-pip-version-check --quiet --quiet --retries 1 \
 		install --no-compile --no-deps --require-hashes -r requirements/deploy.lock
+	@touch $@
+
+$(CUDA)/.installed: requirements/cuda.lock requirements/torch.txt $(VENV)/.installed
+	@echo "==> Triton, onnxruntime-gpu and torch in $(CUDA)"
+	@rm -rf $(CUDA) && $(BIN)/python -m venv $(CUDA)
+	@$(CUDA)/bin/python -m pip --disable-pip-version-check --quiet --quiet \
+		install --no-compile --no-deps --require-hashes -r requirements/cuda.lock
+	@$(CUDA)/bin/python -m pip --disable-pip-version-check --quiet --quiet install --no-compile -r requirements/torch.txt
 	@touch $@

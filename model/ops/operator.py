@@ -15,8 +15,8 @@ from typing import Any, Literal
 DOMAIN = "antiphon"
 """Name space of the operators in PyTorch, and their domain in ONNX."""
 
-Kind = Literal["float", "cache", "int64", "int32", "int8", "float16"]
-"""Element type. "float" is the type of computation, float32 in the kernels; "cache" is float32 or float16."""
+Kind = Literal["float", "cache", "int64", "int32", "int8", "float16", "float32"]
+"""Element type. "float" is the type of computation, float32 in the CPU kernels; "cache" is float32 or float16."""
 
 Shape = Sequence[Any]
 """Sizes of the axes, ints or symbolic ints of PyTorch."""
