@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+# The kernels for GPUs are tested in an environment of their own, which has Triton: `make test-cuda`.
+collect_ignore = [] if importlib.util.find_spec("triton") else ["cuda"]
 
 # No test fails because of the time that an example takes, since the machine can be busy.
 settings.register_profile("antiphon", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)

@@ -75,14 +75,30 @@ class Variant:
         if self.head_width is not None:
             constants["WIDTH"] = self.head_width
             if self.kernel.name == "packed_attention":
-                constants["KEYS"] = _packed_keys(self.element_type, self.head_width)
+                constants["KEYS"] = 16 if self.element_type == "float32" else 32  # more would spill registers
         return constants
 
     @property
     def num_warps(self) -> int:
         """Return the number of warps of a program."""
-        wide = self.kernel.name == "packed_attention" and self.head_width == HEAD_WIDTHS[-1]
-        return 8 if wide else self.kernel.num_warps
+        is_wide = self.kernel.name == "packed_attention" and self.head_width in (128, 256)
+        return 8 if is_wide else self.kernel.num_warps
+
+    @property
+    def num_stages(self) -> int:
+        """Return how many tiles are loaded ahead in shared memory, of which consumer cards have 99 KiB."""
+        return 1 if self.kernel.name == "packed_attention" and self._is_wide_float32 else 2
+
+    @property
+    def _is_wide_float32(self) -> bool:
+        return self.element_type == "float32" and (self.head_width or 0) >= 128
+
+    @property
+    def is_compilable(self) -> bool:
+        """Return False for the one variant that needs more shared memory than consumer cards have."""
+        return not (
+            self.kernel.name == "packed_attention" and self.element_type == "float32" and self.head_width == 256
+        )
 
     @property
     def signature(self) -> dict[str, str]:
@@ -93,13 +109,6 @@ class Variant:
     def _type(self, given: Parameter) -> str:
         name = _TRITON_TYPES[self.element_type] if given.type == "element" else given.type
         return f"*{name}" if given.is_pointer else name
-
-
-def _packed_keys(element_type: ElementType, head_width: int) -> int:
-    """Return the tile of keys: small enough for the shared memory of consumer cards, 99 KiB."""
-    if element_type == "float32":
-        return 32 if head_width <= 64 else 16
-    return 64 if head_width <= 64 else 32
 
 
 def _parameters(text: str) -> tuple[Parameter, ...]:
@@ -128,9 +137,7 @@ KERNELS = (
     Kernel(
         name="add_norm",
         module="add_norm",
-        parameters=_parameters(
-            "normed total x bias residual weight norm_bias width:i32! epsilon:fp32 flags:i32"
-        ),
+        parameters=_parameters("normed total x bias residual weight norm_bias width:i32! epsilon:fp32 flags:i32"),
         constants=_BLOCK,
     ),
     Kernel(
@@ -153,7 +160,7 @@ KERNELS = (
             "out qkv bias offsets:*i32 tiles:*i32 bias_table:*fp32 slopes:*fp32 num_heads:i32 width:i32! reach:i32"
             " scale:fp32 flags:i32"
         ),
-        constants={"QUERIES": 64, "KEYS": 64},
+        constants={"QUERIES": 64},
         has_head_width=True,
     ),
     Kernel(
@@ -209,7 +216,7 @@ KERNELS = (
             " logits bias positions:*i32 float_params:*fp32 int_params:*i64 edit_offsets:*i32 edit_ids:*i32"
             " edit_rounds:*i32 edit_values:*fp32 vocab_size:i32 num_parts:i32 num_candidates:i32 flags:i32"
         ),
-        constants={"BLOCK": 2048, "NARROW": 512, "PARTS": MAX_PARTS},
+        constants={"BLOCK": 1024, "NARROW": 512, "PARTS": MAX_PARTS},
         num_warps=8,
     ),
 )
@@ -220,4 +227,6 @@ def variants() -> Iterator[Variant]:
     for kernel in KERNELS:
         for element_type in ELEMENT_TYPES:
             for head_width in HEAD_WIDTHS if kernel.has_head_width else (None,):
-                yield Variant(kernel=kernel, element_type=element_type, head_width=head_width)
+                variant = Variant(kernel=kernel, element_type=element_type, head_width=head_width)
+                if variant.is_compilable:
+                    yield variant

@@ -144,8 +144,8 @@ def draw(
     entropy = 0.0
     if typical_p < 1.0:
         total, moment = _total(values, vocab_size, largest, temperature, threshold, last_tie, min_p, BLOCK=BLOCK)
-        log_total = tl.log(total).to(tl.float32)
-        entropy = (tl.log(total) - moment / total).to(tl.float32)
+        log_total = tl.log(total.to(tl.float32))
+        entropy = log_total - moment.to(tl.float32) / total.to(tl.float32)
         key, _ = _threshold(
             values, vocab_size, largest, temperature, threshold, last_tie, min_p, log_total, entropy,
             total * typical_p.to(tl.float64), KIND=2, BLOCK=NARROW,

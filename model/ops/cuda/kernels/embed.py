@@ -25,7 +25,7 @@ def embed(
     """Write scale * weight[token] + position_table[position] + type_table[type]. Grid: N."""
     index = tl.program_id(0).to(tl.int64)
     token = tl.load(tokens + index)
-    if (flags & 2) != 0:
+    if (flags & 2) != 0:  # noqa: SIM102 - Triton evaluates both sides of `and`
         if token < 0:
             token = tl.load(previous + tl.load(rows + index))
     token = tl.maximum(token, 0).to(tl.int64)  # a row without a valid token before it is padding: read token 0

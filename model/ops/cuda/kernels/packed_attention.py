@@ -54,24 +54,22 @@ def packed_attention(
     for start in range(0, end, KEYS):
         keys = start + tl.arange(0, KEYS)
         is_key = (keys < length)[:, None] & is_column[None, :]
-        places = (begin + keys).to(tl.int64)[:, None] * stride + head * width + columns[None, :]
-        key = tl.load(qkv + places + states, is_key, other=0.0)
-        value = tl.load(qkv + places + 2 * states, is_key, other=0.0)
+        sources = (begin + keys).to(tl.int64)[:, None] * stride + head * width + columns[None, :]
+        key = tl.load(qkv + sources + states, is_key, other=0.0)
+        value = tl.load(qkv + sources + 2 * states, is_key, other=0.0)
         if (flags & 1) != 0:
             key_bias = tl.load(bias + states + head * width + columns, is_column, other=0.0)
             value_bias = tl.load(bias + 2 * states + head * width + columns, is_column, other=0.0)
             key = (key.to(tl.float32) + key_bias.to(tl.float32)[None, :]).to(key.dtype)
             value = (value.to(tl.float32) + value_bias.to(tl.float32)[None, :]).to(value.dtype)
-        scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+        scores = tl.dot(query, tl.trans(key), input_precision="tf32x3") * scale
         distance = keys[None, :] - queries[:, None]
         if (flags & 2) != 0:
             entry = tl.minimum(tl.maximum(distance, -reach), reach) + reach
             scores += tl.load(bias_table + head * (2 * reach + 1) + entry)
         if (flags & 4) != 0:
             scores -= tl.load(slopes + head) * tl.abs(distance).to(tl.float32)
-        seen = keys[None, :] < length
-        if (flags & 8) != 0:
-            seen = seen & (distance <= 0)
+        seen = (keys[None, :] < length) & ((distance <= 0) | ((flags & 8) == 0))
         scores = tl.where(seen, scores, float("-inf"))
         larger = tl.maximum(largest, tl.max(scores, 1))
         # A query of the padding can see no key in a tile: its largest score stays -inf, and exp of it must not be NaN.
@@ -79,7 +77,8 @@ def packed_attention(
         weights = tl.exp(scores - base[:, None])
         correction = tl.exp(largest - base)
         total = total * correction + tl.sum(weights, 1)
-        sums = sums * correction[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
+        sums = sums * correction[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="tf32x3")
         largest = larger
     result = sums / tl.where(total > 0, total, 1.0)[:, None]
-    tl.store(out + tokens[:, None] * states + head * width + columns[None, :], result.to(out.dtype.element_ty), is_query)
+    places = tokens[:, None] * states + head * width + columns[None, :]
+    tl.store(out + places, result.to(out.dtype.element_ty), is_query)

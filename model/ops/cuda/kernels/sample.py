@@ -107,9 +107,7 @@ def sample(
             chosen = tl.where(is_candidate, value_id, 0)
             chosen_logprob = _logit(logits, bias, has_bias, chosen) - log_sum
             tl.store(top_ids + index * num_candidates + place, tl.where(is_candidate, value_id, -1))
-            tl.store(
-                top_logprobs + index * num_candidates + place, tl.where(is_candidate, chosen_logprob, 0.0)
-            )
+            tl.store(top_logprobs + index * num_candidates + place, tl.where(is_candidate, chosen_logprob, 0.0))
             tl.store(top_scores + index * num_candidates + place, tl.where(is_candidate, score, float("-inf")))
     for place in range(tl.maximum(wanted, 0), num_candidates):
         tl.store(top_ids + index * num_candidates + place, -1)
