@@ -10,10 +10,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from antiphon.model.bundle.manifest import Lowering
+from antiphon.model.bundle.manifest import Lowering, Precision
 from antiphon.model.config import ModelConfig
 from antiphon.model.head_config import HeadConfig
-from antiphon.model.ops.cache_geometry import pool_axes
+from antiphon.model.ops.cache_geometry import cuda_pool_axes, padded_width, pool_axes
+from antiphon.model.ops.sampling import FLOAT_PARAMS, INT_PARAMS
+
+_ELEMENTS = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,8 +32,10 @@ class Port:
         return torch.ones([axis if isinstance(axis, int) else sizes[axis] for axis in self.axes], dtype=self.dtype)
 
 
-def encoder_inputs(config: ModelConfig, lowering: Lowering) -> list[Port]:
-    """Return the inputs of the encoder graph."""
+def encoder_inputs(config: ModelConfig, lowering: Lowering, precision: Precision = "float32") -> list[Port]:
+    """Return the inputs of the encoder graph; only those of cuda graphs depend on the precision."""
+    if lowering == "cuda":
+        return _cuda_encoder_inputs(config, precision)
     if lowering != "native":
         return [_ids("input_ids", "batch", "source")]
     packed = [_ids("input_ids", "tokens"), _ints("positions", "tokens"), _ints("offsets", "offsets")]
@@ -39,31 +44,39 @@ def encoder_inputs(config: ModelConfig, lowering: Lowering) -> list[Port]:
     return [*packed, _ints("block_tables", "rows", "table"), pool_port(config)]
 
 
-def encoder_outputs(config: ModelConfig, lowering: Lowering) -> list[Port]:
-    """Return the outputs of the encoder graph.
+def encoder_outputs(config: ModelConfig, lowering: Lowering, precision: Precision = "float32") -> list[Port]:
+    """Return the outputs of the encoder graph; only those of cuda graphs depend on the precision.
 
     Contrib and eager: cross keys and values for each decoder layer. Native: the encoder's states, and with a decoder
-    also the number of written tokens.
+    also the number of written tokens. Cuda: the same, with one output for the writes of each layer.
     """
+    if lowering == "cuda":
+        written = [_ints(f"written.{layer}", 1) for layer in range(config.decoder_layers)]
+        return [_elements(precision, "memory", "tokens", config.d_model), *written]
     if lowering != "native":
         return cache_ports(config, "encoder", "source", "present")
     memory = _floats("memory", "tokens", config.d_model)
     return [memory] if config.architecture == "encoder" else [_ints("written", 1), memory]
 
 
-def head_inputs(config: ModelConfig) -> list[Port]:
+def head_inputs(config: ModelConfig, precision: Precision = "float32") -> list[Port]:
     """Return the inputs of a head's graph: states of the tokens that its task uses."""
-    return [_floats("hidden", "states", config.d_model)]
+    return [_elements(precision, "hidden", "states", config.d_model)]
 
 
-def head_outputs(config: ModelConfig, head: HeadConfig) -> list[Port]:
-    """Return the outputs of a head's graph."""
+def head_outputs(
+    config: ModelConfig, head: HeadConfig, lowering: Lowering = "native", precision: Precision = "float32"
+) -> list[Port]:
+    """Return the outputs of a head's graph; in a cuda graph their number is rounded up to 16."""
     widths = {"fill_mask": config.vocab_size, "pool": head.transform_width or config.d_model}
-    return [_floats("outputs", "states", widths.get(head.task, len(head.labels)))]
+    width = widths.get(head.task, len(head.labels))
+    return [_elements(precision, "outputs", "states", padded_width(width) if lowering == "cuda" else width)]
 
 
-def decoder_inputs(config: ModelConfig, lowering: Lowering) -> list[Port]:
-    """Return the inputs of the decoder graph for one step."""
+def decoder_inputs(config: ModelConfig, lowering: Lowering, precision: Precision = "float32") -> list[Port]:
+    """Return the inputs of the decoder graph for one step; only those of cuda graphs depend on the precision."""
+    if lowering == "cuda":
+        return _cuda_decoder_inputs(config, precision)
     if lowering == "native":
         return _paged_decoder_inputs(config)
     return [
@@ -78,8 +91,17 @@ def decoder_inputs(config: ModelConfig, lowering: Lowering) -> list[Port]:
 def decoder_outputs(config: ModelConfig, lowering: Lowering) -> list[Port]:
     """Return the outputs of the decoder graph for one step.
 
-    Contrib and eager: logits and the self caches with the new token. Native: sampled tokens and log-probabilities.
+    Contrib and eager: logits and the self caches with the new token. Native and cuda: sampled tokens and
+    log-probabilities.
     """
+    if lowering == "cuda":
+        return [
+            _ints("token_ids", "samples"),
+            _floats("logprobs", "samples"),
+            _ints("top_ids", "samples", "top"),
+            _floats("top_logprobs", "samples", "top"),
+            _floats("top_scores", "samples", "top"),
+        ]
     if lowering != "native":
         logits = _floats("logits", "batch", config.vocab_size)
         return [logits, *cache_ports(config, "decoder", "target_capacity", "present")]
@@ -126,6 +148,51 @@ def _paged_decoder_inputs(config: ModelConfig) -> list[Port]:
         _ints("edit_ids", "edits"),
         _floats("edit_values", "edits", 3),
     ]
+
+
+def _cuda_encoder_inputs(config: ModelConfig, precision: Precision) -> list[Port]:
+    packed = [
+        _ints("tokens", "tokens"),
+        _ints("positions", "tokens"),
+        _ints("offsets", "offsets"),
+        _ints("tiles", "tiles", 2),
+    ]
+    if config.architecture == "encoder":
+        return [*packed, _ints("types", "tokens")] if config.token_types else packed
+    return [*packed, _ints("rows", "tokens"), _ints("tables", "sources", "table"), _cuda_pool(config, precision)]
+
+
+def _cuda_decoder_inputs(config: ModelConfig, precision: Precision) -> list[Port]:
+    has_sources = config.architecture == "encoder-decoder"
+    return [
+        _ints("tokens", "tokens"),
+        _ints("positions", "tokens"),
+        _ints("rows", "tokens"),
+        _ints("self_lens", "tokens"),
+        *([_ints("cross_lens", "tokens")] if has_sources else []),
+        _ints("self_tables", "rows", "self_table"),
+        *([_ints("cross_tables", "rows", "cross_table")] if has_sources else []),
+        _ints("previous", "rows"),
+        _ints("picks", "samples"),
+        _ints("sample_positions", "samples"),
+        _floats("float_params", "samples", len(FLOAT_PARAMS)),
+        _ids("int_params", "samples", len(INT_PARAMS)),
+        _ints("edit_offsets", "edit_offsets"),
+        _ints("edit_ids", "edits"),
+        _ints("edit_rounds", "edits"),
+        _floats("edit_values", "edits", 3),
+        _ints("candidates", "top"),
+        _cuda_pool(config, precision),
+    ]
+
+
+def _cuda_pool(config: ModelConfig, precision: Precision) -> Port:
+    return _elements(precision, "cache", "num_blocks", *cuda_pool_axes(config))
+
+
+def _elements(precision: Precision, name: str, *axes: int | str) -> Port:
+    """Return a port of the element type of cuda graphs of this precision; float32 in all others."""
+    return Port(name=name, dtype=_ELEMENTS.get(precision, torch.float32), axes=axes)
 
 
 def _ids(name: str, *axes: int | str) -> Port:

@@ -38,8 +38,8 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,254}")
 _MAX_MANIFEST_BYTES = 1 << 24
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 
-Precision = Literal["float32", "int8", "int4"]
-Lowering = Literal["native", "contrib", "eager"]
+Precision = Literal["float32", "int8", "int4", "bfloat16", "float16"]
+Lowering = Literal["native", "contrib", "eager", "cuda"]
 CacheType = Literal["float32", "float16"]
 Measure = Literal["bleu", "perplexity", "accuracy", "f1"]
 
@@ -90,6 +90,22 @@ class GraphSet(_Strict):
             type_ids [N] int64 -> memory [N,M] float32.
         heads, by task: hidden [K,M] float32, states of the tokens that the task uses -> outputs [K,O] float32.
     A decoder-only model has no encoder graph; its decoder graph ignores cross_tables and source_lens.
+
+    Cuda graphs, for an NVIDIA GPU, of one element type T: bfloat16, float16 or float32. ops/cuda/nodes.py lists the
+    nodes. Batches can be padded: a token at position -1 has no effect, W tiles of sequence -1 have none.
+        cache [num_blocks, L, 2, H, 16, D] T: as the pool above, with keys and values of each head as [16][D].
+        encoder: tokens [N], positions [N], offsets [B+1], tiles [W,2] int32 (source and first of 64 queries; all
+            queries of a source have a tile), with token types also types [N] int32, and with a decoder also
+            rows [N] (source of each token), tables [B,X] int32, cache -> memory [N,M] T, and written.{i} [1] int32 for
+            each decoder layer i.
+        decoder: tokens [N] int32 (-1: the token that the row sampled in the step before), positions [N], rows [N],
+            self_lens [N] (positions that the token sees, itself included; 0 for padding), cross_lens [N] (source
+            length), self_tables [R,X], cross_tables [R,Y], previous [R], picks [K], sample_positions [K] int32,
+            float_params [K,4] float32, int_params [K,6] int64, edit_offsets [K+1], edit_ids [E], edit_rounds [E] int32
+            (number of earlier edits of the same sample and token), edit_values [E,3] float32, candidates [k] int32
+            (k is the number of candidates; the values are not read), cache -> as native, with int32 ids.
+            Without an encoder there are no cross_lens and cross_tables.
+        heads: hidden [K,M] T -> outputs [K,Op] T, Op = O rounded up to 16; columns from O on are 0.
     """
 
     precision: Precision
@@ -212,12 +228,13 @@ class Bundle:
     def graph_set(self, precision: Precision | None = None, lowering: Lowering = "native") -> GraphSet:
         """Return the graphs of a lowering; precision None selects int8, else float32, else int4.
 
-        The server runs native graphs only. Raises BundleError naming the graphs that the bundle has.
+        Of cuda graphs None selects bfloat16, else float16, else float32. Raises BundleError naming the graphs that the
+        bundle has.
         """
         by_precision = {
             graphs.precision: graphs for graphs in reversed(self.manifest.graphs) if graphs.lowering == lowering
         }
-        for choice in (precision,) if precision else ("int8", "float32", "int4"):
+        for choice in (precision,) if precision else _preferred(lowering):
             if choice in by_precision:
                 return by_precision[choice]
         wanted = f"{lowering} graphs" + (f" at precision {precision}" if by_precision else "")
@@ -228,6 +245,11 @@ class Bundle:
         """Return the memory fit of these graphs; None if they were not measured."""
         memory = self.manifest.memory
         return memory.fits.get(f"{graphs.lowering}-{graphs.precision}") if memory else None
+
+
+def _preferred(lowering: Lowering) -> tuple[Precision, ...]:
+    """Return the precisions of a lowering, the one to take first where none is named."""
+    return ("bfloat16", "float16", "float32") if lowering == "cuda" else ("int8", "float32", "int4")
 
 
 def file_entry(path: Path) -> FileEntry:

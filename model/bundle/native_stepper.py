@@ -77,21 +77,13 @@ class NativeStepper:
     def encode(self, sources: Sequence[Ids], capacity: int) -> Sequences:
         """Encode sources of any lengths in one packed batch, and reserve blocks for `capacity` target tokens each."""
         lens = np.array([len(source) if self._encoder else 0 for source in sources], np.int32)
-        counts = [blocks_for(int(length)) for length in lens] + [blocks_for(capacity)] * len(sources)
-        order = np.random.default_rng(0).permutation(sum(counts) + 1).astype(np.int32)
-        tables = np.split(order, np.cumsum(counts))[: len(counts)]
-        sequences = Sequences(
-            self_tables=_padded(tables[len(sources) :]),
-            cross_tables=_padded(tables[: len(sources)]),
-            source_lens=lens,
-            cache=np.full((len(order), *pool_axes(self._config)), np.nan, self._cache_type),
-        )
+        sequences = reserve(lens, capacity, pool_axes(self._config), self._cache_type)
         if self._encoder is None:
             return sequences
         inputs = {
             "input_ids": np.concatenate(sources),
             "positions": np.concatenate([np.arange(length, dtype=np.int32) for length in lens]),
-            "offsets": _offsets(lens),
+            "offsets": offsets_of(lens),
             "block_tables": sequences.cross_tables,
             "cache": sequences.cache,
         }
@@ -109,28 +101,37 @@ class NativeStepper:
         inputs: dict[str, NDArray[Any]] = {
             "input_ids": np.concatenate(tokens),
             "positions": np.concatenate(spans).astype(np.int32),
-            "offsets": _offsets(counts),
+            "offsets": offsets_of(counts),
             "self_tables": sequences.self_tables,
             "cross_tables": sequences.cross_tables,
             "source_lens": sequences.source_lens,
             "cache": sequences.cache,
-            **sampling_inputs(self._greedy(np.cumsum(counts, dtype=np.int32) - 1)),
+            **sampling_inputs(whole_vocabulary(np.cumsum(counts, dtype=np.int32) - 1, self._config.vocab_size)),
         }
-        token_ids, logprobs, top_ids, top_logprobs, top_scores = run_native(self._decoder, inputs)
-        if (token_ids < 0).any():
-            raise StepError(f"logits of rows {np.flatnonzero(token_ids < 0).tolist()} are not finite")
-        found = np.empty_like(top_logprobs)
-        np.put_along_axis(found, top_ids, top_logprobs, axis=1)
-        _check_choice(found, token_ids, logprobs)
-        if not np.array_equal(top_scores, top_logprobs):
-            raise StepError("top_scores differ from top_logprobs although no logits were changed")
-        return found
+        return listed_logprobs(*run_native(self._decoder, inputs))
 
-    def _greedy(self, picks: NDArray[np.int32]) -> SamplingArrays:
-        """Return greedy parameters that request the log-probabilities of the whole vocabulary."""
-        sampling = greedy_sampling(picks)
-        sampling.ints("num_logprobs")[:] = self._config.vocab_size
-        return sampling
+
+def reserve(lens: Lens, capacity: int, axes: Sequence[int], dtype: np.dtype[Any]) -> Sequences:
+    """Reserve blocks for sources of these lengths and `capacity` target tokens each, in a pool full of NaN.
+
+    axes: those of the pool except the number of blocks
+    """
+    counts = [blocks_for(int(length)) for length in lens] + [blocks_for(capacity)] * len(lens)
+    order = np.random.default_rng(0).permutation(sum(counts) + 1).astype(np.int32)
+    tables = np.split(order, np.cumsum(counts))[: len(counts)]
+    return Sequences(
+        self_tables=_padded(tables[len(lens) :]),
+        cross_tables=_padded(tables[: len(lens)]),
+        source_lens=lens,
+        cache=np.full((len(order), *axes), np.nan, dtype),
+    )
+
+
+def whole_vocabulary(picks: NDArray[np.int32], vocab_size: int) -> SamplingArrays:
+    """Return greedy parameters that request the log-probabilities of the whole vocabulary."""
+    sampling = greedy_sampling(picks)
+    sampling.ints("num_logprobs")[:] = vocab_size
+    return sampling
 
 
 def sampling_inputs(sampling: SamplingArrays) -> dict[str, NDArray[Any]]:
@@ -148,6 +149,21 @@ def run_native(session: Any, inputs: Mapping[str, NDArray[Any]]) -> list[NDArray
         binding.bind_output(output.name, "cpu")
     session.run_with_iobinding(binding)
     return [value.numpy().copy() for value in binding.get_outputs()]
+
+
+def listed_logprobs(token_ids: Ids, logprobs: Floats, top_ids: Ids, top_logprobs: Floats, top_scores: Floats) -> Floats:
+    """Return log-probabilities [R, V] by token, given a graph's outputs for parameters of `whole_vocabulary`.
+
+    Raises StepError when the outputs contradict each other.
+    """
+    if (token_ids < 0).any():
+        raise StepError(f"logits of rows {np.flatnonzero(token_ids < 0).tolist()} are not finite")
+    found = np.empty_like(top_logprobs)
+    np.put_along_axis(found, top_ids, top_logprobs, axis=1)
+    _check_choice(found, token_ids, logprobs)
+    if not np.array_equal(top_scores, top_logprobs):
+        raise StepError("top_scores differ from top_logprobs although no logits were changed")
+    return found
 
 
 def _check_choice(logprobs: Floats, token_ids: Ids, chosen: Floats) -> None:
@@ -173,5 +189,6 @@ def _padded(tables: Sequence[Lens]) -> Lens:
     return padded
 
 
-def _offsets(counts: Sequence[int] | Lens) -> Lens:
+def offsets_of(counts: Sequence[int] | Lens) -> Lens:
+    """Return the first token of each row, and the end of the last one."""
     return np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)

@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import onnx_ir as ir
 from tqdm import tqdm
@@ -36,6 +37,7 @@ from antiphon.model.config import ModelConfig, Part
 from antiphon.model.export.explain.explain_graph import trace_explain, verify_explain
 from antiphon.model.export.explain.explain_weights import Layout, store_as
 from antiphon.model.export.graphs.contrib_lowering import LoweringError
+from antiphon.model.export.graphs.cuda_lowering import check_config, lower_for_cuda
 from antiphon.model.export.graphs.trace import trace_decoder, trace_encoder, trace_head
 from antiphon.model.export.verification.verify import VerificationError, verify
 from antiphon.model.export.verification.verify_encoder import verify_encoder
@@ -47,8 +49,10 @@ from antiphon.model.text.tokenizer import TokenizerError
 from antiphon.model.transformer.transformer import Transformer
 
 PRECISIONS: tuple[Precision, ...] = ("float32", "int8")  # default of a bundle
-ALL_PRECISIONS: tuple[Precision, ...] = (*PRECISIONS, "int4")
-LOWERINGS: tuple[Lowering, ...] = ("native", "contrib", "eager")
+CUDA_PRECISIONS: tuple[Precision, ...] = ("bfloat16", "float16", "float32")
+ALL_PRECISIONS: tuple[Precision, ...] = (*PRECISIONS, "int4", "bfloat16", "float16")
+CPU_LOWERINGS: tuple[Lowering, ...] = ("native", "contrib", "eager")
+LOWERINGS: tuple[Lowering, ...] = (*CPU_LOWERINGS, "cuda")
 CACHE_TYPES: tuple[CacheType, ...] = ("float32", "float16")
 
 
@@ -120,17 +124,37 @@ def check_target(target: Path, name: str, *, overwrite: bool) -> None:
 
 
 def _check_lowerings(config: ModelConfig, lowerings: Sequence[Lowering], precisions: Sequence[Precision]) -> None:
-    """Raise ExportError for a lowering that cannot run the architecture or the precision.
+    """Raise ExportError for a lowering that cannot run the architecture or a precision, LoweringError for a model.
 
-    Only native graphs support encoder-only and decoder-only models, and 4-bit weights.
+    Only native and cuda graphs support encoder-only and decoder-only models, only native ones 4-bit weights, and only
+    cuda ones bfloat16 and float16. Of other precisions a lowering gets those that it has.
     """
-    if "int4" in precisions and (others := [name for name in lowerings if name != "native"]):
-        raise ExportError(f"precision='int4' does not fit lowering={others[0]!r}: it has native graphs only")
-    if config.architecture != "encoder-decoder" and (others := [name for name in lowerings if name != "native"]):
+    baselines = [name for name in lowerings if name not in ("native", "cuda")]
+    if "int4" in precisions and baselines:
+        raise ExportError(f"precision='int4' does not fit lowering={baselines[0]!r}: it has native graphs only")
+    if config.architecture != "encoder-decoder" and baselines:
         raise ExportError(
-            f"lowering={others[0]!r} does not fit architecture={config.architecture!r}: such models have native "
-            "graphs only"
+            f"lowering={baselines[0]!r} does not fit architecture={config.architecture!r}: such models have native "
+            "and cuda graphs only"
         )
+    for precision in precisions:
+        if not any(_has_graphs(lowering, precision) for lowering in lowerings):
+            raise ExportError(
+                f"precision={precision!r} does not fit lowering={lowerings[0]!r}: bfloat16 and float16 are for cuda "
+                "graphs, int8 and int4 for the others"
+            )
+    for lowering in lowerings:
+        if not any(_has_graphs(lowering, precision) for precision in precisions):
+            raise ExportError(f"lowering={lowering!r} has no graphs at precision={', '.join(precisions)}")
+    if "cuda" in lowerings:
+        check_config(config)
+
+
+def _has_graphs(lowering: Lowering, precision: Precision) -> bool:
+    """Return True if an export of this lowering and precision writes graphs."""
+    if lowering == "cuda":
+        return precision in CUDA_PRECISIONS
+    return precision in ALL_PRECISIONS and precision not in ("bfloat16", "float16")
 
 
 def write_graphs(
@@ -145,7 +169,7 @@ def write_graphs(
     """Trace the model and write its graphs and weights; arguments as for `export_bundle`. Verifies nothing."""
     traced = {
         (lowering, part): _trace(model, part, lowering)
-        for lowering in tqdm(lowerings, desc="trace", unit="lowering", disable=None)
+        for lowering in tqdm(dict.fromkeys(map(_traced, lowerings)), desc="trace", unit="lowering", disable=None)
         for part in _graphs_of(model.config)
     }
     # An explain graph needs a source and a target.
@@ -153,26 +177,35 @@ def write_graphs(
     sets = []
     for precision in precisions:
         explain_name: str | None = None
-        for layout, group in _by_layout(lowerings).items():
+        for layout, group in _by_layout([name for name in lowerings if _has_graphs(name, precision)]).items():
             with WeightsFile(directory / f"weights.{layout}.{precision}.bin") as weights:
                 written = [_graph_set(model.config, lowering, precision, cache) for lowering in group]
                 for graphs in written:
                     for part in _graphs_of(model.config):
-                        finished = _at_precision(traced[graphs.lowering, part], graphs)
+                        finished = _at_precision(traced[_traced(graphs.lowering), part], part, model.config, graphs)
                         weights.save(finished, directory / _graph_name(part, lowering=graphs.lowering, at=precision))
-                if explain_graph is not None and explain_name is None and precision != "int4":
+                if explain_graph is not None and explain_name is None and layout != "cuda" and precision != "int4":
                     explain_name = f"explain.{precision}.onnx"
                     weights.save(_explain_graph_at(explain_graph, layout, precision), directory / explain_name)
-            sets += [graphs.model_copy(update={"explain": explain_name}) for graphs in written]
+            explained = explain_name if layout != "cuda" else None
+            sets += [graphs.model_copy(update={"explain": explained}) for graphs in written]
     return sets
 
 
-def _by_layout(lowerings: Sequence[Lowering]) -> dict[Layout, list[Lowering]]:
-    """Group lowerings by the layout of their weights, packed for the native kernels or plain: one file for a group."""
-    layouts: dict[Layout, list[Lowering]] = {}
+def _by_layout(lowerings: Sequence[Lowering]) -> dict[Layout | Literal["cuda"], list[Lowering]]:
+    """Group lowerings by the layout of their weights, one file for a group.
+
+    Weights are packed for the native kernels, of one element type for a GPU, or plain.
+    """
+    layouts: dict[Layout | Literal["cuda"], list[Lowering]] = {}
     for lowering in lowerings:
-        layouts.setdefault("native" if lowering == "native" else "plain", []).append(lowering)
+        layouts.setdefault(lowering if lowering in ("native", "cuda") else "plain", []).append(lowering)
     return layouts
+
+
+def _traced(lowering: Lowering) -> Lowering:
+    """Return the lowering whose traced graphs this one starts from."""
+    return "native" if lowering == "cuda" else lowering
 
 
 def _graphs_of(config: ModelConfig) -> tuple[Part | Task, ...]:
@@ -205,8 +238,10 @@ def _graph_set(config: ModelConfig, lowering: Lowering, precision: Precision, ca
     )
 
 
-def _at_precision(model: ir.Model, graphs: GraphSet) -> ir.Model:
+def _at_precision(model: ir.Model, part: Part | Task, config: ModelConfig, graphs: GraphSet) -> ir.Model:
     """Return a copy of a traced graph at the precision of its set."""
+    if graphs.lowering == "cuda":
+        return lower_for_cuda(model, config, part, graphs.precision)
     copy = model.clone()
     if graphs.lowering == "native":
         pack_weights(copy, graphs.precision)
@@ -263,15 +298,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="directory that `antiphon train` wrote")
     parser.add_argument("bundle", type=Path, metavar="BUNDLE", help="directory to write, for `antiphon serve`")
     parser.add_argument(
-        "--precision", nargs="+", choices=ALL_PRECISIONS, default=list(PRECISIONS), help="default: float32 int8"
+        "--precision",
+        nargs="+",
+        choices=ALL_PRECISIONS,
+        help="default: float32 int8, and bfloat16 with --lowering cuda; only cuda graphs can be bfloat16 or float16, "
+        "and they cannot be int8 or int4",
     )
     parser.add_argument(
         "--lowering",
         nargs="+",
         choices=LOWERINGS,
         default=["native"],
-        help="native: our own operators, the only graphs that are served (default); contrib: operators that ship in "
-        "ONNX Runtime; eager: score matrices are stored; contrib and eager are baselines of `antiphon profile`",
+        help="native: our own operators (default); cuda: for an NVIDIA GPU; contrib: operators that ship in ONNX "
+        "Runtime; eager: score matrices are stored; contrib and eager are baselines of `antiphon profile`",
     )
     parser.add_argument("--contrib", action="store_true", help="add contrib graphs")
     parser.add_argument("--eager", action="store_true", help="add eager graphs")
@@ -293,13 +332,21 @@ def _lowerings(args: argparse.Namespace) -> tuple[Lowering, ...]:
     return tuple(lowering for lowering in LOWERINGS if lowering in requested)
 
 
+def chosen_precisions(given: Sequence[Precision] | None, lowerings: Sequence[Lowering]) -> tuple[Precision, ...]:
+    """Return the precisions of --precision, each once, or the default ones of the lowerings."""
+    if given is not None:
+        return tuple(dict.fromkeys(given))
+    defaults = PRECISIONS if any(lowering in CPU_LOWERINGS for lowering in lowerings) else ()
+    return (*defaults, "bfloat16") if "cuda" in lowerings else defaults
+
+
 def run(args: argparse.Namespace) -> int:
     """Export; return 0 when the bundle is written, or 2 after one line on standard error when it cannot be."""
     try:
         bundle = export_bundle(
             load_checkpoint(args.checkpoint),
             args.bundle,
-            precisions=tuple(dict.fromkeys(args.precision)),
+            precisions=chosen_precisions(args.precision, _lowerings(args)),
             lowerings=_lowerings(args),
             cache=args.cache_type,
             explain=args.explain,

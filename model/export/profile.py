@@ -119,7 +119,7 @@ def _subject(args: argparse.Namespace) -> Iterator[Bundle]:
             raise ProfileError(f"{args.bundle} is decoder-only; only encoders are measured")
         yield bundle
         return
-    from antiphon.model.export.export import LOWERINGS, write_graphs
+    from antiphon.model.export.export import CPU_LOWERINGS, write_graphs
     from antiphon.model.transformer.random_model import random_transformer
 
     longest = max(_numbers("--lengths", args.lengths)) if args.lengths else RANDOM_LONGEST
@@ -128,7 +128,7 @@ def _subject(args: argparse.Namespace) -> Iterator[Bundle]:
     except ValueError as error:
         raise ProfileError(f"--random: {error}") from None
     with tempfile.TemporaryDirectory() as folder:
-        graphs = write_graphs(model, Path(folder), ("float32",), LOWERINGS)
+        graphs = write_graphs(model, Path(folder), ("float32",), CPU_LOWERINGS)
         manifest = Manifest(
             name=f"random-{args.random}",
             model=model.config,
@@ -140,12 +140,12 @@ def _subject(args: argparse.Namespace) -> Iterator[Bundle]:
 
 
 def measure_bundle(bundle: Bundle, grid: Grid) -> dict[str, list[Measurement]]:
-    """Measure the encoder of every graph set of the bundle; keys are `<lowering>-<precision>`.
+    """Measure the encoder of every graph set of the bundle that runs on a CPU; keys are `<lowering>-<precision>`.
 
     A run that exceeds the grid's budget is reported on standard error and left out.
     Raises GraphError, WorkspaceError, or ProfileError when too little of the grid fits in the budget.
     """
-    sets = sorted(bundle.manifest.graphs, key=_key)
+    sets = sorted((graphs for graphs in bundle.manifest.graphs if graphs.lowering != "cuda"), key=_key)
     if not any(graphs.lowering == "eager" for graphs in sets):
         _report("the bundle has no eager graphs, whose T^2 figures would be a comparison")
     workspace = Workspace()

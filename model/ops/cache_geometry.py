@@ -6,6 +6,9 @@ one vector holds the same component of 16 positions; values are stored as [16, D
 unused. Block b of a sequence's table holds its positions 16 b to 16 b + 15 (paged attention: Kwon et al. 2023,
 section 4). Torch-free.
 
+The pool of a GPU is `cache [num_blocks, L, 2, H, 16, D]`: both keys and values are stored as [16, D], so that threads
+read whole vectors.
+
 Axes: L layers, H heads, D head width.
 """
 
@@ -37,3 +40,8 @@ def pool_axes(config: ModelConfig) -> tuple[int, int, int, int]:
     """Return the axes of the pool except the number of blocks: L, 2, H, 16 * Dp."""
     block = BLOCK_SIZE * padded_width(config.resolved_head_dim)
     return (config.decoder_layers, 2, config.num_heads, block)
+
+
+def cuda_pool_axes(config: ModelConfig) -> tuple[int, int, int, int, int]:
+    """Return the axes of a GPU's pool except the number of blocks: L, 2, H, 16, D."""
+    return (config.decoder_layers, 2, config.num_heads, BLOCK_SIZE, config.resolved_head_dim)

@@ -2,8 +2,8 @@
 
 Graphs run as the server runs them: sources of one length are encoded together, or all of them packed; caches are
 written in place; rows of a step are at different positions; memory beyond a row's length is not cleared. The reference
-decodes each target whole. Native graphs return no logits; they return the log-probabilities of the whole vocabulary on
-request.
+decodes each target whole. Native and cuda graphs return no logits; they return the log-probabilities of the whole
+vocabulary on request. Cuda graphs are computed on the CPU, which checks the graphs and not the kernels.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from antiphon.model.bundle.manifest import GraphSet, Precision
 from antiphon.model.bundle.native_stepper import NativeStepper, StepError
 from antiphon.model.bundle.stepper import Floats, GraphStepper, Ids, Lens
 from antiphon.model.config import ModelConfig
+from antiphon.model.export.verification.cuda_stepper import CudaStepper, cuda_stepper
 from antiphon.model.transformer.transformer import Transformer
 
 
@@ -43,10 +44,13 @@ class Tolerance:
 
 # float32: sums in another order. int8: 8-bit weights and activations through a dozen layers, see tests/parity. int4 has
 # seven times the error of int8; it is largest, 0.31 and 0.69, with random weights and unscaled scores (T5).
+# bfloat16 and float16: weights have 8 and 11 bits, and every node rounds its result.
 TOLERANCES: dict[Precision, Tolerance] = {
     "float32": Tolerance(max_error=1e-4, rms_error=1e-4, min_agreement=1.0),
     "int8": Tolerance(max_error=0.25, rms_error=0.1, min_agreement=0.85),
     "int4": Tolerance(max_error=1.5, rms_error=0.6, min_agreement=0.5),
+    "bfloat16": Tolerance(max_error=0.1, rms_error=0.1, min_agreement=0.8),
+    "float16": Tolerance(max_error=0.02, rms_error=0.02, min_agreement=0.9),
 }
 
 
@@ -95,7 +99,7 @@ class Comparison:
 
 
 class Stepper(Protocol):
-    """Runner of the graphs of one set: GraphStepper returns logits, NativeStepper log-probabilities."""
+    """Runner of the graphs of one set: GraphStepper returns logits, the others log-probabilities."""
 
     def start(self, sources: Sequence[Ids], capacity: int) -> Callable[[Ids, Lens], Floats]:
         """Encode sources and return the function of a step of one token a row: (ids [B], positions [B]) -> [B, V]."""
@@ -126,9 +130,10 @@ def _run_cases(
     directory: Path, graphs: GraphSet, config: ModelConfig, cases: Sequence[_RandomBatch]
 ) -> list[tuple[Floats, Floats]]:
     """Return the found and expected logits of each case."""
-    if graphs.lowering == "native":
-        native = NativeStepper(directory, graphs, config)
-        return [_native_logits(native, case) for case in cases]
+    if graphs.lowering in ("native", "cuda"):
+        opened = NativeStepper if graphs.lowering == "native" else cuda_stepper
+        paged = opened(directory, graphs, config)
+        return [_paged_logits(paged, case) for case in cases]
     stepper = GraphStepper(directory, graphs, config)
     return [(step_through(stepper, case.sources, case.target), case.logits) for case in cases]
 
@@ -165,7 +170,7 @@ def _logits(model: Transformer, source: Ids, target: Ids, lens: Lens) -> Floats:
     return logits.numpy()
 
 
-def _native_logits(stepper: NativeStepper, case: _RandomBatch) -> tuple[Floats, Floats]:
+def _paged_logits(stepper: NativeStepper | CudaStepper, case: _RandomBatch) -> tuple[Floats, Floats]:
     """Return found and expected logits [N, V] of all steps, and of a second run that feeds each target in two pieces.
 
     The normaliser of the model's logits turns log-probabilities into logits.

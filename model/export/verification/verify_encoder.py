@@ -15,6 +15,7 @@ import torch
 
 from antiphon.model.bundle.manifest import GraphSet, Precision
 from antiphon.model.bundle.native_encoder import Floats, Ids, NativeEncoder
+from antiphon.model.export.verification.cuda_stepper import cuda_encoder
 from antiphon.model.export.verification.verify import VerificationError
 from antiphon.model.transformer.transformer import Transformer
 
@@ -39,6 +40,8 @@ TOLERANCES: dict[Precision, EncoderTolerance] = {
     "float32": EncoderTolerance(max_error=1e-4, rms_error=1e-4),
     "int8": EncoderTolerance(max_error=0.25, rms_error=0.15),
     "int4": EncoderTolerance(max_error=1.5, rms_error=0.6),
+    "bfloat16": EncoderTolerance(max_error=0.1, rms_error=0.05),
+    "float16": EncoderTolerance(max_error=0.02, rms_error=0.01),
 }
 
 
@@ -68,7 +71,8 @@ def _compared(
     lens = [min(length, config.max_source_len) for length in _SOURCE_LENS]
     sources = [random.integers(0, config.vocab_size, length) for length in lens]
     types = [random.integers(0, max(1, config.token_types), length) for length in lens]
-    encoder = NativeEncoder(directory, graphs, config)
+    opened = NativeEncoder if graphs.lowering == "native" else cuda_encoder
+    encoder = opened(directory, graphs, config)
     found = encoder.encode(sources, types)
     expected = reference_states(model, sources, types)
     yield "encoder", np.concatenate(found), expected

@@ -39,7 +39,8 @@ class WeightsFile:
         ir.save(model, path)
 
     def _moved(self, tensor: ir.TensorProtocol) -> ir.ExternalTensor:
-        raw = np.ascontiguousarray(tensor.numpy()).data  # no copy, since it can be a gigabyte
+        # No copy, since it can be a gigabyte. As bytes, since bfloat16 is a type that a buffer cannot have.
+        raw = np.ascontiguousarray(tensor.numpy()).view(np.uint8).data
         digest = hashlib.sha256(raw).digest()
         if digest not in self._offsets:
             self._stream.write(b"\0" * (-self._stream.tell() % _ALIGNMENT))
