@@ -21,7 +21,7 @@ CUDA := .venv-cuda
 JOBS ?= 2
 
 PROTOS := $(shell find protos -name '*.proto')
-NATIVE := $(wildcard model/ops/native/*)
+NATIVE := $(wildcard model/ops/native/* model/ops/cuda/native/*)
 ENGINE := $(shell find service/engine -name '*.py')
 
 # Tests of training data run if the data is beside the checkout, and are skipped otherwise.

@@ -23,7 +23,7 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 PROTO_ROOT = Path("protos")
-NATIVE_SOURCES = Path("model/ops/native")
+NATIVE_SOURCES = (Path("model/ops/native"), Path("model/ops/cuda/native"))
 NATIVE_LIBRARY = Path("model/ops/_native.so")
 # Products and sums keep the order that is written: the same row gives the same bits in every kernel.
 NATIVE_FLAGS = (
@@ -107,12 +107,12 @@ def generate_stubs(root: Path) -> None:
 
 
 def compile_native(root: Path, library: Path = NATIVE_LIBRARY, flags: Sequence[str] = ()) -> Path | None:
-    """Compile model/ops/native/*.cc into one library and return its path; None where there are no sources.
+    """Compile model/ops/native/*.cc and model/ops/cuda/native/*.cc into one library and return its path; None where there are no sources.
 
     library: where, from root. flags: more of them, sanitizers for instance. CXX chooses the compiler, CXXFLAGS adds
     to its flags. Raises BuildError.
     """
-    sources = sorted((root / NATIVE_SOURCES).glob("*.cc"))
+    sources = sorted(path for folder in NATIVE_SOURCES for path in (root / folder).glob("*.cc"))
     if not sources:
         return None
     compiler = shlex.split(os.environ.get("CXX", "c++"))

@@ -98,6 +98,12 @@ void* Call::Output(size_t index, std::initializer_list<int64_t> dims) const {
   return data;
 }
 
+void* Call::GpuStream() const {
+  void* stream = nullptr;
+  Check(api_, api_->KernelContext_GetGPUComputeStream(context_, &stream), "stream");
+  return stream;
+}
+
 void Call::RunParallel(size_t count, void (*run)(void*, size_t), void* user) const {
   Check(api_, api_->KernelContext_ParallelFor(context_, run, count, std::min(count, kMaxBatches), user), "threads");
 }

@@ -63,6 +63,8 @@ class Call {
   Tensor Input(size_t index, const char* name, size_t rank) const;
   Tensor OptionalInput(size_t index, const char* name, size_t rank) const;
   void* Output(size_t index, std::initializer_list<int64_t> dims) const;
+  // Returns the stream in which an operator of a GPU launches its kernels.
+  void* GpuStream() const;
 
   // Runs task(0) .. task(count - 1) on the session's threads and waits; the first exception of a task is thrown here.
   template <typename Task>
@@ -133,6 +135,16 @@ constexpr auto JoinPorts(const std::array<Port, Counts>&... parts) {
   return joined;
 }
 
+// Name of the provider that runs an operator: its kProvider, or that of processors.
+template <typename Operator, typename = void>
+struct ProviderOf {
+  static constexpr const char* kName = "CPUExecutionProvider";
+};
+template <typename Operator>
+struct ProviderOf<Operator, std::void_t<decltype(Operator::kProvider)>> {
+  static constexpr const char* kName = Operator::kProvider;
+};
+
 // Makes an OrtCustomOp of an Operator class, which has
 //   static constexpr const char* kName; static constexpr Port kInputs[], kOutputs[];
 //   explicit Operator(const Attributes&);  void Run(const Call&) const;
@@ -142,7 +154,7 @@ class Registration : public OrtCustomOp {
   Registration() : OrtCustomOp{} {
     version = kOrtApiVersion;
     GetName = [](const OrtCustomOp*) { return Operator::kName; };
-    GetExecutionProviderType = [](const OrtCustomOp*) { return "CPUExecutionProvider"; };
+    GetExecutionProviderType = [](const OrtCustomOp*) { return ProviderOf<Operator>::kName; };
     GetInputType = [](const OrtCustomOp*, size_t index) -> int { return Operator::kInputs[index].type; };
     GetInputTypeCount = [](const OrtCustomOp*) { return std::size(Operator::kInputs); };
     GetOutputType = [](const OrtCustomOp*, size_t index) -> int { return Operator::kOutputs[index].type; };

@@ -35,6 +35,7 @@ enum ElementType : int {
   kInt32 = 6,
   kInt64 = 7,
   kFloat16 = 10,
+  kBfloat16 = 16,
 };
 
 // OrtCustomOpInputOutputCharacteristic
@@ -85,7 +86,9 @@ struct OrtApi {
   void (*ReleaseTensorTypeAndShapeInfo)(OrtTensorTypeAndShapeInfo*);
   void* slots_100_175[76];
   OrtStatus* (*RegisterAllocator)(OrtEnv*, OrtAllocator*);
-  void* slots_177_273[97];
+  void* slots_177_192[16];
+  OrtStatus* (*KernelContext_GetGPUComputeStream)(const OrtKernelContext*, void** stream);
+  void* slots_194_273[80];
   OrtStatus* (*KernelContext_ParallelFor)(const OrtKernelContext*, void (*task)(void*, size_t), size_t total,
                                           size_t num_batch, void* user);
 };
@@ -105,6 +108,7 @@ ANTIPHON_SLOT(KernelContext_GetOutput, 91);
 ANTIPHON_SLOT(ReleaseStatus, 93);
 ANTIPHON_SLOT(ReleaseTensorTypeAndShapeInfo, 99);
 ANTIPHON_SLOT(RegisterAllocator, 176);
+ANTIPHON_SLOT(KernelContext_GetGPUComputeStream, 193);
 ANTIPHON_SLOT(KernelContext_ParallelFor, 274);
 #undef ANTIPHON_SLOT
 

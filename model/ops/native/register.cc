@@ -8,6 +8,8 @@
 #include <utility>
 #include <vector>
 
+#include "../cuda/native/cuda_operators.h"
+#include "../cuda/native/kernel_library.h"
 #include "export.h"
 #include "kernels.h"
 #include "operators.h"
@@ -103,18 +105,31 @@ std::string Signature(const OrtCustomOp* op) {
   return text;
 }
 
-// One domain for the process: operators have no state of their own, sessions share them.
+OrtStatus* NewDomain(const OrtApi* api, const std::vector<const OrtCustomOp*>& operators, OrtCustomOpDomain** out) {
+  OrtCustomOpDomain* built = nullptr;
+  if (OrtStatus* failed = api->CreateCustomOpDomain("antiphon", &built)) return failed;
+  for (const OrtCustomOp* op : operators) {
+    if (OrtStatus* failed = api->CustomOpDomain_Add(built, op)) return failed;
+  }
+  *out = built;
+  return nullptr;
+}
+
+// One domain for the process: operators have no state of their own, sessions share them. Once kernels for GPUs are
+// loaded there is another one, which has the operators of GPUs too.
 OrtStatus* BuildDomain(const OrtApi* api, OrtCustomOpDomain** out) {
-  static OrtCustomOpDomain* domain = nullptr;
+  static OrtCustomOpDomain* domains[2] = {nullptr, nullptr};
   static std::mutex mutex;
   const std::lock_guard<std::mutex> lock(mutex);
+  const bool is_gpu = antiphon::LoadedKernels() != nullptr;
+  OrtCustomOpDomain*& domain = domains[is_gpu ? 1 : 0];
   if (domain == nullptr) {
-    OrtCustomOpDomain* built = nullptr;
-    if (OrtStatus* failed = api->CreateCustomOpDomain("antiphon", &built)) return failed;
-    for (const OrtCustomOp* op : AllOperators()) {
-      if (OrtStatus* failed = api->CustomOpDomain_Add(built, op)) return failed;
+    std::vector<const OrtCustomOp*> operators = AllOperators();
+    if (is_gpu) {
+      const std::vector<const OrtCustomOp*> further = antiphon::CudaOperators();
+      operators.insert(operators.end(), further.begin(), further.end());
     }
-    domain = built;
+    if (OrtStatus* failed = NewDomain(api, operators, &domain)) return failed;
   }
   *out = domain;
   return nullptr;
@@ -148,7 +163,7 @@ ANTIPHON_EXPORT OrtStatus* RegisterCustomOps(OrtSessionOptions* options, const O
 
 // Raise it whenever operators, their packing or these functions change: model/ops/workspace.py refuses a library with
 // another number than its own.
-ANTIPHON_EXPORT int antiphon_native_version() { return 7; }
+ANTIPHON_EXPORT int antiphon_native_version() { return 8; }
 
 // The signature of every operator, one per line; a test compares them with the declarations in model/ops/operators.
 ANTIPHON_EXPORT const char* antiphon_operators() {
