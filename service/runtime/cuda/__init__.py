@@ -1,0 +1,1 @@
+"""Runner of cuda graphs: a bundle on an NVIDIA GPU."""
