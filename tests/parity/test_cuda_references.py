@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from antiphon.model.ops.sampling import sample as sample_in_numpy
 HEADS, WIDTH, LAYERS = 2, 16, 2
 STATES = HEADS * WIDTH
 LENS = (1, 70, 16, 130)
-TOLERANCE = dict(atol=1e-5, rtol=1e-5)  # float32 sums in another order
+TOLERANCE: dict[str, Any] = dict(atol=1e-5, rtol=1e-5)  # float32 sums in another order
 BIASES = ("plain", "bias_table", "slopes")
 
 
@@ -47,7 +48,7 @@ def score_biases(kind: str) -> tuple[Tensor | None, Tensor | None]:
 def tables(lens: tuple[int, ...]) -> Tensor:
     """Return tables of shuffled blocks; entries behind a row's blocks are far outside the pool."""
     counts = [blocks_for(length) for length in lens]
-    order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(5)).split(counts)
+    order = torch.split(torch.randperm(sum(counts), generator=torch.Generator().manual_seed(5)), counts)
     rows = torch.full((len(lens), max(counts) + 1), np.iinfo(np.int32).max, dtype=torch.int32)
     for row, blocks in zip(rows, order, strict=True):
         row[: len(blocks)] = blocks
@@ -64,8 +65,9 @@ def pools(lens: tuple[int, ...]) -> tuple[Tensor, Tensor]:
 def same_layout(cache: Tensor) -> Tensor:
     """Return the pool of the CPU operators in the layout of the nodes for GPUs."""
     keys, values = cache.unbind(2)
-    keys = keys.unflatten(-1, (WIDTH, BLOCK_SIZE)).transpose(-1, -2)
-    return torch.stack((keys, values.unflatten(-1, (BLOCK_SIZE, WIDTH))), dim=2)
+    shape = keys.shape[:-1]
+    keys = keys.reshape(*shape, WIDTH, BLOCK_SIZE).transpose(-1, -2)
+    return torch.stack((keys, values.reshape(*shape, BLOCK_SIZE, WIDTH)), dim=2)
 
 
 def test_every_node_has_a_reference() -> None:
@@ -120,9 +122,9 @@ def test_packed_attention_equals_the_operator(kind: str, causal: bool) -> None:
     qkv, bias, offsets = normal(sum(LENS), 3 * STATES), normal(3 * STATES, seed=1), ramp(LENS)
     tiles = [(b, first) for b, length in enumerate(LENS) for first in range(0, length, nodes.TILE)]
     given = torch.tensor([*tiles, (-1, 0)], dtype=torch.int32)
-    attributes = dict(num_heads=HEADS, scale=0.3, causal=causal)
+    attributes: dict[str, Any] = dict(num_heads=HEADS, scale=0.3, causal=causal)
     expected = packed_attention(qkv + bias, offsets, *score_biases(kind), **attributes)
-    found = references.packed_attention(qkv, bias, offsets, given, *score_biases(kind), **attributes)  # type: ignore[arg-type]
+    found = references.packed_attention(qkv, bias, offsets, given, *score_biases(kind), **attributes)
     assert_close(found, expected, **TOLERANCE)
 
 
@@ -146,7 +148,7 @@ def test_write_and_paged_attention_equal_self_attention(kind: str) -> None:
     qkv, bias, (before, cache) = normal(sum(lens), 3 * STATES), normal(3 * STATES, seed=1), pools(lens)
     rows = torch.repeat_interleave(torch.tensor(lens)).int()
     positions = torch.cat([torch.arange(length) for length in lens]).int()
-    attributes = dict(num_heads=HEADS, layer=1)
+    attributes: dict[str, Any] = dict(num_heads=HEADS, layer=1)
     expected, after = paged_attention.paged_self_attention(
         qkv + bias, before, tables(lens), ramp(lens), positions, *score_biases(kind), scale=0.3, **attributes
     )
@@ -164,7 +166,7 @@ def test_paged_attention_equals_cross_attention_and_gives_padding_zeros() -> Non
     _, cache = paged_write.paged_write(
         normal(sum(lens), 2 * STATES), cache, tables(lens), ramp(lens), None, num_heads=HEADS, layer=0
     )
-    attributes = dict(num_heads=HEADS, layer=0, scale=0.3)
+    attributes: dict[str, Any] = dict(num_heads=HEADS, layer=0, scale=0.3)
     expected = paged_attention.paged_cross_attention(
         query + bias, cache, tables(lens), ramp(counts), ints(*lens), **attributes
     )

@@ -21,7 +21,12 @@ from antiphon.model.ops.cache_geometry import padded_width
 from antiphon.model.ops.cuda import nodes
 from antiphon.model.ops.operator import DOMAIN, Kind, Node
 
-_ATTRIBUTES = {int: ir.AttrInt64, bool: ir.AttrInt64, float: ir.AttrFloat32, str: ir.AttrString}
+_ATTRIBUTES: Mapping[type, ir.AttributeType] = {
+    int: ir.AttributeType.INT,
+    bool: ir.AttributeType.INT,
+    float: ir.AttributeType.FLOAT,
+    str: ir.AttributeType.STRING,
+}
 _FIXED_TYPES: Mapping[Kind, ir.DataType] = {
     "int32": ir.DataType.INT32,
     "int64": ir.DataType.INT64,
@@ -93,7 +98,9 @@ class CudaGraph:
         values = [inputs.get(name) for name in names]
         while values[-1] is None:
             values.pop()
-        given = [_ATTRIBUTES[each.type](each.name, each.type(attributes[each.name])) for each in node.attributes]
+        given = [
+            ir.Attr(each.name, _ATTRIBUTES[each.type], each.type(attributes[each.name])) for each in node.attributes
+        ]
         outputs = [self._value(_FIXED_TYPES.get(output.kind, self.element)) for output in node.outputs]
         self._nodes.append(ir.Node(DOMAIN, node.name, values, given, outputs=outputs))
         return outputs

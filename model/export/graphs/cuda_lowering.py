@@ -29,7 +29,7 @@ from antiphon.model.bundle.manifest import Precision
 from antiphon.model.config import ModelConfig, Part
 from antiphon.model.export.graphs.contrib_lowering import LoweringError
 from antiphon.model.export.graphs.cuda_graph import CudaGraph, State
-from antiphon.model.export.graphs.graph_edit import static_dim
+from antiphon.model.export.graphs.graph_edit import constant_array, static_dim
 from antiphon.model.head_config import Task
 from antiphon.model.ops.cuda import nodes
 from antiphon.model.ops.cuda.kernel_list import HEAD_WIDTHS, MAX_PARTS, VOCABULARY_PART
@@ -45,6 +45,7 @@ _ELEMENTS: Mapping[Precision, ir.DataType] = {
 _INPUT_NAMES = {operator.node_name: [given.name for given in operator.inputs] for operator in OPERATORS} | {
     "Gather": ["table", "indices"],
     "Add": ["x", "y"],
+    "Slice": ["table", "starts", "ends", "axes", "steps"],
 }
 
 
@@ -92,9 +93,10 @@ def lower_for_cuda(traced: ir.Model, config: ModelConfig, part: Part | Task, pre
 class _Call:
     """One node of the traced graph: its inputs by name, and its attributes."""
 
-    def __init__(self, node: ir.Node) -> None:
+    def __init__(self, node: ir.Node, folded: Mapping[ir.Value, ir.Value]) -> None:
         self.node = node
-        self._inputs = dict(zip(_INPUT_NAMES[node.op_type], node.inputs, strict=False))
+        inputs = [None if value is None else folded.get(value, value) for value in node.inputs]
+        self._inputs = dict(zip(_INPUT_NAMES[node.op_type], inputs, strict=False))
 
     def optional(self, name: str) -> ir.Value | None:
         """Return an input, or None where it is absent."""
@@ -119,11 +121,13 @@ class _Rewriting:
         self.graph = graph
         self._states: dict[ir.Value, State] = {}
         self._written: dict[str, ir.Value] = {}
+        self._folded: dict[ir.Value, ir.Value] = {}  # parts of weights that the traced graph computes
         # The vectors of token types, which CudaEmbed adds.
         self._types = next((node.outputs[0] for node in traced if node.op_type == "Gather"), None)
         self._handlers: Mapping[str, Callable[[_Call], Sequence[State]]] = {
             "Embed": self._embed,
             "Gather": lambda _: (),
+            "Slice": self._slice,
             "Add": self._add_types,
             "Linear": self._linear,
             "AddNorm": self._add_norm,
@@ -142,7 +146,7 @@ class _Rewriting:
         handler = self._handlers.get(node.op_type)
         if handler is None:
             raise LoweringError(f"lowering='cuda' has no kernel for the node {node.op_type} {node.name}")
-        self._states.update(zip(node.outputs, handler(_Call(node)), strict=False))
+        self._states.update(zip(node.outputs, handler(_Call(node, self._folded)), strict=False))
 
     def outputs(self) -> dict[str, ir.Value]:
         """Return the computed outputs by name."""
@@ -167,9 +171,22 @@ class _Rewriting:
         if "previous" in self.graph.inputs:
             given |= {name: self.graph.inputs[name] for name in ("rows", "previous")}
         if self._types is not None and (gather := self._types.producer()) is not None:
-            table = self.graph.weight(_Call(gather).operand("table"))
+            table = self.graph.weight(_Call(gather, self._folded).operand("table"))
             given |= {"types": self.graph.inputs["types"], "type_table": table}
         return [State(self.graph.add(nodes.EMBED, given, **call.attributes("scale"))[0])]
+
+    def _slice(self, call: _Call) -> Sequence[State]:
+        """Keep a part of a table: that of positions, without the rows before the first token."""
+        starts, ends, axes, steps = (constant_array(call.operand(name)) for name in _INPUT_NAMES["Slice"][1:])
+        table = constant_array(call.operand("table"))
+        if table is None or axes is None or starts is None or ends is None or axes.tolist() != [0] or steps != [1]:
+            raise LoweringError(f"lowering='cuda' has no kernel for the node Slice {call.node.name}")
+        part = table[int(starts[0]) : int(ends[0])]
+        name = f"{call.operand('table').name}.part"
+        self._folded[call.node.outputs[0]] = ir.Value(
+            name=name, shape=ir.Shape(part.shape), const_value=ir.tensor(part)
+        )
+        return ()
 
     def _add_types(self, call: _Call) -> Sequence[State]:
         """Return the embedded tokens, which have the vectors of their types already."""

@@ -40,7 +40,10 @@ class CudaEvaluator:
     @property
     def element(self) -> ir.DataType:
         """Return the element type of states, which is that of the first product's weight."""
-        return next(node.outputs[0].dtype for node in self._graph if node.op_type == "Gemm")
+        weight = next(node.inputs[1] for node in self._graph if node.op_type == "Gemm")
+        assert weight is not None
+        assert weight.dtype is not None
+        return weight.dtype
 
     def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return every output of the graph by name; inputs are all the graph's, and a cache is changed in place."""

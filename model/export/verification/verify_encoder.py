@@ -35,13 +35,14 @@ class EncoderTolerance:
 
 
 # float32: sums in another order. int8: 8-bit weights and activations, whose error is largest with random weights, see
-# tests/parity; the loss of a trained model is measured on its task.
+# tests/parity; the loss of a trained model is measured on its task. bfloat16 and float16: weights have 8 and 11 bits,
+# and every node rounds its result; random models of two layers are off by 0.015 and 0.002.
 TOLERANCES: dict[Precision, EncoderTolerance] = {
     "float32": EncoderTolerance(max_error=1e-4, rms_error=1e-4),
     "int8": EncoderTolerance(max_error=0.25, rms_error=0.15),
     "int4": EncoderTolerance(max_error=1.5, rms_error=0.6),
-    "bfloat16": EncoderTolerance(max_error=0.1, rms_error=0.05),
-    "float16": EncoderTolerance(max_error=0.02, rms_error=0.01),
+    "bfloat16": EncoderTolerance(max_error=0.25, rms_error=0.1),
+    "float16": EncoderTolerance(max_error=0.05, rms_error=0.02),
 }
 
 
