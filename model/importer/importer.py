@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from tqdm import tqdm
 
-from antiphon.model.bundle.manifest import Bundle, BundleError, CacheType, Precision, Provenance
+from antiphon.model.bundle.manifest import Bundle, BundleError, CacheType, Lowering, Precision, Provenance
 from antiphon.model.checkpoints.checkpoint import Checkpoint
 from antiphon.model.checkpoints.families.family import Family, Settings, family_in
 from antiphon.model.checkpoints.settings import describe
@@ -32,6 +32,7 @@ from antiphon.model.export.export import (
     PRECISIONS,
     ExportError,
     check_target,
+    chosen_precisions,
     export_bundle,
 )
 from antiphon.model.export.graphs.contrib_lowering import LoweringError
@@ -65,6 +66,7 @@ class ImportOptions:
     target: Path
     name: str | None = None
     precisions: Sequence[Precision] = PRECISIONS
+    lowerings: Sequence[Lowering] = ("native",)
     cache: CacheType | None = None
     explain: bool | None = None
     overwrite: bool = False
@@ -103,6 +105,7 @@ def import_checkpoint(options: ImportOptions) -> Bundle:
             checkpoint,
             options.target,
             precisions=options.precisions,
+            lowerings=options.lowerings,
             cache=options.cache,
             explain=explain,
             name=name,
@@ -277,7 +280,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("bundle", type=Path, metavar="BUNDLE", help="directory to write, for `antiphon serve`")
     parser.add_argument("--name", help="the model's name for clients (default: the bundle directory's name)")
     parser.add_argument(
-        "--precision", nargs="+", choices=ALL_PRECISIONS, default=list(PRECISIONS), help="default: float32 int8"
+        "--precision",
+        nargs="+",
+        choices=ALL_PRECISIONS,
+        help="default: float32 int8, and bfloat16 with --lowering cuda",
+    )
+    parser.add_argument(
+        "--lowering",
+        nargs="+",
+        choices=("native", "cuda"),
+        default=["native"],
+        help="graphs for CPUs (native, the default), for an NVIDIA GPU (cuda), or both",
     )
     parser.add_argument(
         "--cache-type",
@@ -304,7 +317,8 @@ def _options(args: argparse.Namespace) -> ImportOptions:
         source=args.source,
         target=args.bundle,
         name=args.name,
-        precisions=tuple(dict.fromkeys(args.precision)),
+        precisions=chosen_precisions(args.precision, args.lowering),
+        lowerings=tuple(dict.fromkeys(args.lowering)),
         cache=args.cache_type,
         explain=args.explain,
         overwrite=args.overwrite,

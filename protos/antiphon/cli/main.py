@@ -161,6 +161,7 @@ after an interruption, the same command resumes from the last checkpoint; export
         examples="""\
   antiphon export CHECKPOINT BUNDLE         float32 and int8 graphs, verified against PyTorch
   antiphon export CHECKPOINT BUNDLE --precision int8 --contrib       ONNX Runtime's own operators as well as ours
+  antiphon export CHECKPOINT BUNDLE --lowering native cuda           graphs for an NVIDIA GPU as well
   antiphon serve BUNDLE""",
     ),
     "import": Subcommand(
