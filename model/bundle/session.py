@@ -2,6 +2,7 @@
 
 serving_session: for the server and for `antiphon profile`, whose figures therefore apply to the server. In the context
     `profiling` these sessions also record the time of every node.
+cuda_session: for the server on an NVIDIA GPU.
 explain_session: for attention weights of single calls; it keeps no memory between runs.
 plain_session, native_session: for verification and tests, where speed and memory do not matter.
 
@@ -54,6 +55,26 @@ def serving_session(path: Path, threads: int, workspace: Workspace) -> Any:
         options.profile_file_prefix = str(prefix)
     workspace.attach(options)
     return _open(str(path), options)
+
+
+def cuda_session(path: Path, stream: int, *, ordinal: int, captures: bool, memory_limit_bytes: int | None) -> Any:
+    """Open a cuda graph whose runs use a stream of a device; a node that no GPU can run is an error.
+
+    captures: runs with a graph id are captured once as a CUDA graph, then replayed. memory_limit_bytes: for weights and
+    workspace together. The operators for GPUs must be loaded (ops/cuda/driver.py).
+    """
+    options = _options(threads=1)
+    options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
+    options.register_custom_ops_library(str(LIBRARY))
+    device = {
+        "device_id": str(ordinal),
+        "user_compute_stream": str(stream),
+        "enable_cuda_graph": "1" if captures else "0",
+        "arena_extend_strategy": "kSameAsRequested",
+    }
+    if memory_limit_bytes is not None:
+        device["gpu_mem_limit"] = str(memory_limit_bytes)
+    return ort.InferenceSession(str(path), options, providers=[("CUDAExecutionProvider", device)])
 
 
 def explain_session(path: Path, threads: int) -> Any:

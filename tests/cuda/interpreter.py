@@ -56,7 +56,7 @@ def launch(name: str, grid: Grid, arguments: Sequence[int | float], order: Order
     ]
     names = [parameter.name for parameter in variant.kernel.parameters]
     converted = {key: interpreter._implicit_cvt(value) for key, value in zip(names, values, strict=True)}
-    programs = order(list(itertools.product(*(range(size) for size in grid))))
+    programs = order(list(itertools.product(range(grid[0]), range(grid[1]), range(grid[2]))))
     _run(_function(variant.kernel).rewrite(), grid, programs, converted | variant.constants)
 
 

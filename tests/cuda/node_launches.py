@@ -173,8 +173,8 @@ def sample(
     (count, vocab_size), wanted = logits.shape, len(candidates)
     num_parts, flags = -(-vocab_size // VOCABULARY_PART), flags_of(bias)
     values, parts = poisoned(logits.shape, torch.float32), poisoned((count, num_parts, 3), torch.float32)
-    tensors = (parts, values, logits, bias, float_params, int_params, edit_offsets)
-    _launch("vocabulary", logits.dtype, (count, num_parts, 1), tensors, (vocab_size, flags), order)
+    reduced = (parts, values, logits, bias, float_params, int_params, edit_offsets)
+    _launch("vocabulary", logits.dtype, (count, num_parts, 1), reduced, (vocab_size, flags), order)
     outputs = (
         torch.full((count,), INT_POISON, dtype=torch.int32),
         poisoned((count,), torch.float32),

@@ -129,7 +129,7 @@ def test_activate(dtype: torch.dtype, activation: str, gated: bool) -> None:
 def test_rotary(dtype: torch.dtype) -> None:
     draw = Draw(4, dtype)
     heads, width = 2, 48
-    arguments = {
+    arguments: Arguments = {
         "qkv": draw.states(5, 3 * heads * width),
         "bias": draw.states(3 * heads * width),
         "positions": torch.tensor([0, 9, PADDING, 1, 4], dtype=torch.int32),
@@ -149,7 +149,7 @@ def test_packed_attention(dtype: torch.dtype, width: int, bias: str, causal: boo
     lens = [1, TILE + 5, 17]
     offsets = torch.tensor([0, *torch.tensor(lens).cumsum(0).tolist()], dtype=torch.int32)
     tiles = [(index, start) for index, length in enumerate(lens) for start in range(0, length, TILE)]
-    arguments = {
+    arguments: Arguments = {
         "qkv": draw.states(sum(lens), 3 * heads * width),
         "bias": draw.states(3 * heads * width) if bias in ("table", "all") else None,
         "offsets": offsets,
@@ -188,7 +188,7 @@ class Pool:
 def test_paged_write(dtype: torch.dtype, width: int, parts: int) -> None:
     draw = Draw(width, dtype)
     pool = Pool(draw, width)
-    arguments = {
+    arguments: Arguments = {
         "kv": draw.states(6, parts * pool.heads * width),
         "bias": draw.states(parts * pool.heads * width),
         "tables": pool.tables,
@@ -213,7 +213,7 @@ def test_paged_attention(dtype: torch.dtype, width: int, bias: str, num_splits: 
     pool = Pool(draw, width)
     pool.fill(draw, [80, 1, 33])
     states = pool.heads * width
-    arguments = {
+    arguments: Arguments = {
         "query": draw.states(5, 3 * states),
         "bias": draw.states(3 * states) if bias in ("table", "all") else None,
         "cache": pool.cache,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
@@ -103,7 +104,7 @@ def check(logits: NDArray[np.float32], sampling: SamplingArrays) -> Samples:
     return expected
 
 
-def compare(actual: tuple[NDArray[np.generic], ...], expected: Samples) -> None:
+def compare(actual: tuple[NDArray[Any], ...], expected: Samples) -> None:
     names = ("token_ids", "logprobs", "top_ids", "top_logprobs", "top_scores")
     for name, ours in zip(names, actual, strict=True):
         reference = getattr(expected, name)
@@ -115,7 +116,7 @@ def compare(actual: tuple[NDArray[np.generic], ...], expected: Samples) -> None:
 
 def _sample(
     logits: torch.Tensor, sampling: SamplingArrays, positions: NDArray[np.int32], bias: torch.Tensor | None
-) -> tuple[NDArray[np.generic], ...]:
+) -> tuple[NDArray[Any], ...]:
     params = (
         sampling.float_params,
         sampling.int_params,
@@ -125,8 +126,9 @@ def _sample(
         sampling.edit_values,
     )
     candidates = torch.zeros(NUM_CANDIDATES, dtype=torch.int32)
-    given = (torch.from_numpy(array) for array in (positions, *params))
-    return tuple(output.numpy() for output in node_launches.sample(logits, bias, *given, candidates))
+    given: Any = [torch.from_numpy(array) for array in (positions, *params)]
+    outputs = node_launches.sample(logits, bias, *given, candidates)
+    return tuple(output.numpy() for output in outputs)
 
 
 def _rounds(sampling: SamplingArrays) -> NDArray[np.int32]:

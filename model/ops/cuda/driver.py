@@ -102,7 +102,7 @@ class CudaDevice:
     def allocate_pinned(self, num_bytes: int) -> PinnedMemory:
         """Return host memory full of zeros."""
         address = _created("allocate_pinned", max(num_bytes, 1))
-        array = np.frombuffer((ctypes.c_uint8 * max(num_bytes, 1)).from_address(address), np.uint8)
+        array = np.ctypeslib.as_array((ctypes.c_uint8 * max(num_bytes, 1)).from_address(address))
         array[:] = 0
         memory = PinnedMemory(address, array)
         weakref.finalize(memory, _quietly, "free_pinned", address)

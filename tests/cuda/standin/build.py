@@ -26,8 +26,8 @@ _FLAGS = ("-std=gnu11", "-O2", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror"
 def provider_library() -> Path:
     """Return the file of the installed CUDA provider."""
     found = importlib.util.find_spec("onnxruntime")
-    assert found is not None and found.origin is not None, "onnxruntime-gpu is not installed"
-    return Path(found.origin).parent / "capi" / "libonnxruntime_providers_cuda.so"
+    assert found is not None, "onnxruntime-gpu is not installed"
+    return Path(str(found.origin)).parent / "capi" / "libonnxruntime_providers_cuda.so"
 
 
 LIBRARIES = tuple(_FILES)

@@ -1,0 +1,213 @@
+"""Runs encoder passes on a GPU: sources packed without padding, in parts that do not hold running streams up for long.
+
+A pass is launched and not waited for, unless its states are wanted: steps that read its caches run behind it in the
+same stream.
+
+Axes: B sources, N their tokens together, W tiles of queries, M model width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from antiphon.model.bundle.manifest import Precision
+from antiphon.model.config import ModelConfig
+from antiphon.model.ops.cache_geometry import BLOCK_SIZE, blocks_for
+from antiphon.model.ops.cuda.driver import CudaDevice, DeviceMemory
+from antiphon.model.ops.cuda.nodes import TILE
+from antiphon.service.runtime.cuda.cuda_graph import CudaGraph, bytes_of, element_of
+from antiphon.service.runtime.cuda.decoder import Pool
+from antiphon.service.runtime.cuda.step_layout import Layout
+from antiphon.service.runtime.runner import EncodeReport
+
+RUN_TOKENS = 4096
+"""Tokens of one pass, unless one source has more. A pass of them takes as long as a few steps of many rows."""
+
+Arrays = dict[str, NDArray[Any]]
+
+
+class CudaEncoder:
+    """The encoder graph of a bundle on a device. pool: blocks for cross caches; None for an encoder-only model."""
+
+    def __init__(
+        self, graph: CudaGraph, device: CudaDevice, model: ModelConfig, precision: Precision, pool: Pool | None
+    ) -> None:
+        self._graph = graph
+        self._device = device
+        self._model = model
+        self._precision = precision
+        self._pool = pool
+        self._num_written = model.decoder_layers if pool is not None else 0
+        self._transfer = _Transfer(device)
+        self._states: DeviceMemory | None = None
+        self._written = device.allocate(max(1, self._num_written) * 4)
+
+    def run(
+        self,
+        sources: Sequence[Sequence[int]],
+        *,
+        block_tables: Sequence[Sequence[int]] = (),
+        type_ids: Sequence[Sequence[int]] = (),
+        keep_memory: bool,
+    ) -> EncodeReport:
+        """Encode sources of any lengths. If there is a pool, source i fills the blocks block_tables[i].
+
+        type_ids: token types of each source; empty if all are 0. Raises ValueError if a token, a type, a length or a
+        table is out of its range, GraphError if the graph fails.
+        """
+        lengths = self._checked(sources, block_tables)
+        memory = []
+        for part in parts_of(lengths.tolist()):
+            arrays = self._packed(sources[part], block_tables[part], type_ids[part], lengths[part])
+            num_tokens = int(lengths[part].sum())
+            states = self._launch(arrays, num_tokens)
+            if keep_memory or self._pool is None:
+                memory.append(self._read(states, num_tokens))
+        return EncodeReport(
+            rows=len(sources),
+            num_tokens=int(lengths.sum()),
+            longest=int(lengths.max()),
+            peak_workspace_bytes=None,
+            predicted_fused_bytes=None,
+            predicted_materialised_bytes=self._model.num_heads
+            * bytes_of(self._precision)
+            * int(np.square(lengths).sum()),
+            memory=np.concatenate(memory) if memory else None,
+        )
+
+    def _checked(self, sources: Sequence[Sequence[int]], block_tables: Sequence[Sequence[int]]) -> NDArray[np.int64]:
+        longest, vocab_size = self._model.max_source_len, self._model.resolved_source_vocab_size
+        lengths = np.array([len(source) for source in sources], np.int64)
+        if not len(lengths) or lengths.min() < 1 or lengths.max() > longest:
+            raise ValueError(f"source lengths are {lengths.tolist()}; each must be 1 to {longest}")
+        lowest, highest = min(map(min, sources)), max(map(max, sources))
+        if lowest < 0 or highest >= vocab_size:
+            raise ValueError(f"source tokens are {lowest} to {highest}; they must be 0 to {vocab_size - 1}")
+        if self._pool is not None:
+            _check_tables(block_tables, lengths, self._pool.shape[0])
+        return lengths
+
+    def _packed(
+        self,
+        sources: Sequence[Sequence[int]],
+        block_tables: Sequence[Sequence[int]],
+        type_ids: Sequence[Sequence[int]],
+        lengths: NDArray[np.int64],
+    ) -> Arrays:
+        """Return the graph's inputs of one pass."""
+        offsets = np.zeros(len(sources) + 1, np.int32)
+        np.cumsum(lengths, out=offsets[1:])
+        num_tokens = int(offsets[-1])
+        tiles = [(row, first) for row, length in enumerate(lengths.tolist()) for first in range(0, length, TILE)]
+        arrays: Arrays = {
+            "tokens": np.fromiter(chain.from_iterable(sources), np.int32, num_tokens),
+            "positions": np.arange(num_tokens, dtype=np.int32) - np.repeat(offsets[:-1], lengths),
+            "offsets": offsets,
+            "tiles": np.array(tiles, np.int32),
+        }
+        if self._pool is not None:
+            arrays["rows"] = np.repeat(np.arange(len(sources), dtype=np.int32), lengths)
+            arrays["tables"] = np.zeros((len(sources), blocks_for(int(lengths.max()))), np.int32)
+            for row, blocks in zip(arrays["tables"], block_tables, strict=True):
+                row[: len(blocks)] = blocks
+        elif self._model.token_types:
+            arrays["types"] = _types(type_ids, lengths, self._model.token_types)
+        return arrays
+
+    def _launch(self, arrays: Arrays, num_tokens: int) -> DeviceMemory:
+        """Launch one pass; return where it writes its states [N, M]."""
+        bound = self._graph.bind()
+        for name, (address, array) in self._transfer.copy_in(arrays).items():
+            bound.bind_input(name, array.dtype.type, array.shape, address)
+        element, width = element_of(self._precision), self._model.d_model
+        needed = num_tokens * width * bytes_of(self._precision)
+        if self._states is None or self._states.num_bytes < needed:
+            self._device.wait()  # an earlier pass may still write to the old one
+            self._states = self._device.allocate(needed)
+        bound.bind_output("memory", element, (num_tokens, width), self._states.address)
+        for layer in range(self._num_written):
+            bound.bind_output(f"written.{layer}", np.int32, (1,), self._written.address + 4 * layer)
+        if self._pool is not None:
+            bound.bind_input("cache", self._pool.element, self._pool.shape, self._pool.address)
+        self._graph.run(bound)
+        return self._states
+
+    def _read(self, states: DeviceMemory, num_tokens: int) -> NDArray[np.float32]:
+        """Wait for a pass and return its states as float32."""
+        shape = (num_tokens, self._model.d_model)
+        return read_floats(self._device, states.address, shape, self._precision)
+
+
+class _Transfer:
+    """Memory through which the inputs of passes reach the device; it grows with them."""
+
+    def __init__(self, device: CudaDevice) -> None:
+        self._device = device
+        self._pinned = device.allocate_pinned(1)
+        self._memory = device.allocate(1)
+        self._is_copied = device.event()
+
+    def copy_in(self, arrays: Arrays) -> dict[str, tuple[int, NDArray[Any]]]:
+        """Copy arrays to the device behind all work of its stream; return the address of each beside it."""
+        layout = Layout({name: (array.dtype.type, array.shape) for name, array in arrays.items()})
+        self._is_copied.wait()  # the copy before still reads the pinned memory
+        if layout.num_bytes > self._memory.num_bytes:
+            self._device.wait()
+            self._pinned = self._device.allocate_pinned(2 * layout.num_bytes)
+            self._memory = self._device.allocate(2 * layout.num_bytes)
+        for name, view in layout.views(self._pinned.array).items():
+            view[...] = arrays[name]
+        self._device.copy_in(self._memory.address, self._pinned.address, layout.num_bytes)
+        self._is_copied.record()
+        return {name: (self._memory.address + place.offset, arrays[name]) for name, place in layout}
+
+
+def read_floats(device: CudaDevice, address: int, shape: tuple[int, ...], precision: Precision) -> NDArray[np.float32]:
+    """Wait for all work of the device's stream, and return an array of the graph's element type as float32."""
+    size = int(np.prod(shape))
+    pinned = device.allocate_pinned(size * bytes_of(precision))
+    device.copy_out(pinned.address, address, size * bytes_of(precision))
+    device.wait()
+    if precision == "bfloat16":  # the upper half of a float32
+        bits = pinned.array[: 2 * size].view(np.uint16).astype(np.uint32) << 16
+        return bits.view(np.float32).reshape(shape)
+    kind = np.float16 if precision == "float16" else np.float32
+    return pinned.array[: size * bytes_of(precision)].view(kind).astype(np.float32).reshape(shape)
+
+
+def parts_of(lengths: Sequence[int]) -> list[slice]:
+    """Return the neighbouring sources of each pass: at most RUN_TOKENS tokens together, or one source."""
+    parts, first, num_tokens = [], 0, 0
+    for index, length in enumerate(lengths):
+        if num_tokens and num_tokens + length > RUN_TOKENS:
+            parts.append(slice(first, index))
+            first, num_tokens = index, 0
+        num_tokens += length
+    return [*parts, slice(first, len(lengths))]
+
+
+def _check_tables(block_tables: Sequence[Sequence[int]], lengths: NDArray[np.int64], num_blocks: int) -> None:
+    table_lens = [len(table) for table in block_tables]
+    if table_lens != (-(-lengths // BLOCK_SIZE)).tolist():
+        raise ValueError(f"sources of {lengths.tolist()} tokens cannot fill tables of {table_lens} blocks")
+    for table in block_tables:
+        if min(table) < 0 or max(table) >= num_blocks:
+            raise ValueError(f"blocks {min(table)} to {max(table)} are not of this pool of {num_blocks}")
+
+
+def _types(type_ids: Sequence[Sequence[int]], lengths: NDArray[np.int64], num_types: int) -> NDArray[np.int32]:
+    """Return the token types of packed sources; 0 for sources without types."""
+    types = np.zeros(int(lengths.sum()), np.int32)
+    first = 0
+    for length, given in zip(lengths.tolist(), type_ids, strict=False):
+        if given:
+            types[first : first + length] = given
+        first += length
+    if types.min() < 0 or types.max() >= num_types:
+        raise ValueError(f"token types are {types.min()} to {types.max()}; they must be 0 to {num_types - 1}")
+    return types
