@@ -17,7 +17,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 import numpy as np
 import torch
 from triton.runtime import interpreter
-from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, TensorHandle
 
 from antiphon.model.ops.cuda.kernel_list import Kernel, Variant, variants
 
@@ -63,15 +63,22 @@ def launch(name: str, grid: Grid, arguments: Sequence[int | float], order: Order
 def _run(function: Any, grid: Grid, programs: list[Grid], arguments: dict[str, Any]) -> None:
     """Run programs one by one; as Triton's GridExecutor does, but on memory in place."""
     builder = interpreter.interpreter_builder
-    scope = interpreter._patch_lang(function)
-    try:
-        builder.set_grid_dim(*grid)
-        with np.errstate(all="ignore"):
-            for program in programs:
-                builder.set_grid_idx(*program)
-                function(**arguments)
-    finally:
-        scope.restore()
+    _patch_language(function)
+    builder.set_grid_dim(*grid)
+    with np.errstate(all="ignore"):
+        for program in programs:
+            builder.set_grid_idx(*program)
+            function(**arguments)
+
+
+@cache
+def _patch_language(function: Any) -> None:
+    """Let the functions of triton.language compute; for good, since nothing is compiled in this process.
+
+    Triton does it for every call of one kernel by another, which takes a third of the time.
+    """
+    interpreter._patch_lang(function)
+    interpreter._patch_lang(interpreter.tl.sum.fn)  # its module names the language in another way
 
 
 @cache
@@ -107,6 +114,11 @@ def _with_bool_mask(method: Callable[..., Any], place: int) -> Callable[..., Any
     return call
 
 
+def _call(self: Any, *arguments: Any, **keywords: Any) -> Any:
+    return self.rewrite()(*arguments, **keywords)
+
+
+InterpretedFunction.__call__ = _call
 InterpreterBuilder.create_dot = _dot
 InterpreterBuilder.create_masked_load = _with_bool_mask(InterpreterBuilder.create_masked_load, 1)
 InterpreterBuilder.create_masked_store = _with_bool_mask(InterpreterBuilder.create_masked_store, 2)

@@ -1,0 +1,135 @@
+"""ONNX graphs run by the unmodified CUDA provider, with every input and output in memory of the device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import onnx
+import onnxruntime as ort
+import torch
+from onnx import TensorProto, helper
+from torch import Tensor
+
+from antiphon.model.ops.cuda.driver import CudaDevice, DeviceMemory
+from antiphon.model.ops.operator import Node
+from antiphon.model.ops.workspace import LIBRARY
+
+ONNX_TYPES = {
+    torch.float32: TensorProto.FLOAT,
+    torch.float16: TensorProto.FLOAT16,
+    torch.bfloat16: TensorProto.BFLOAT16,
+    torch.int32: TensorProto.INT32,
+    torch.int64: TensorProto.INT64,
+}
+Outputs = Mapping[str, tuple[torch.dtype, Sequence[int]]]
+"""Type and shape of each output that is bound."""
+
+
+class DeviceGraph:
+    """Session of one graph on the device, with its inputs and outputs bound to memory that is allocated once."""
+
+    def __init__(self, device: CudaDevice, model: onnx.ModelProto, outputs: Outputs, *, captures: bool = False) -> None:
+        options = ort.SessionOptions()
+        options.log_severity_level = 4
+        options.register_custom_ops_library(str(LIBRARY))
+        options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
+        settings = {"user_compute_stream": str(device.stream), "enable_cuda_graph": str(int(captures))}
+        providers = [("CUDAExecutionProvider", settings)]
+        self._session = ort.InferenceSession(model.SerializeToString(), options, providers=providers)
+        self._device = device
+        self._outputs = outputs
+        self._binding = self._session.io_binding()
+        self._memory: dict[str, DeviceMemory] = {}
+        for name, (dtype, shape) in outputs.items():
+            address = self._allocate(name, dtype, shape)
+            self._binding.bind_output(name, "cuda", device.ordinal, ONNX_TYPES[dtype], list(shape), address)
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Copy an input to the device; the first copy binds it."""
+        if name not in self._memory:
+            address = self._allocate(name, tensor.dtype, tensor.shape)
+            kind = ONNX_TYPES[tensor.dtype]
+            self._binding.bind_input(name, "cuda", self._device.ordinal, kind, list(tensor.shape), address)
+        copy_to_device(self._device, self._memory[name], tensor)
+
+    def run(self, graph_id: int = -1) -> None:
+        """Run; a graph id other than -1 is captured by its first run and replayed by the others."""
+        options = ort.RunOptions()
+        options.add_run_config_entry("gpu_graph_id", str(graph_id))
+        options.add_run_config_entry("disable_synchronize_execution_providers", "1")
+        self._session.run_with_iobinding(self._binding, options)
+
+    def read(self, name: str) -> Tensor:
+        """Copy an output, or an input that a node changed, from the device."""
+        dtype, shape = self._outputs[name]
+        return copy_to_host(self._device, self._memory[name], dtype, shape)
+
+    def read_input(self, name: str, like: Tensor) -> Tensor:
+        """Copy an input, which a node may have changed, from the device."""
+        return copy_to_host(self._device, self._memory[name], like.dtype, like.shape)
+
+    def _allocate(self, name: str, dtype: torch.dtype, shape: Sequence[int]) -> int:
+        self._memory[name] = self._device.allocate(num_bytes(dtype, shape))
+        return self._memory[name].address
+
+
+def copy_to_device(device: CudaDevice, memory: DeviceMemory, tensor: Tensor) -> None:
+    """Copy a tensor, and wait."""
+    pinned = device.allocate_pinned(memory.num_bytes)
+    pinned.array[: memory.num_bytes] = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+    device.copy_in(memory.address, pinned.address, memory.num_bytes)
+    device.wait()
+
+
+def copy_to_host(device: CudaDevice, memory: DeviceMemory, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+    """Return a copy of a tensor of the device."""
+    pinned = device.allocate_pinned(memory.num_bytes)
+    device.copy_out(pinned.address, memory.address, memory.num_bytes)
+    device.wait()
+    return torch.from_numpy(pinned.array[: memory.num_bytes].copy()).view(dtype).reshape(tuple(shape))
+
+
+def num_bytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
+    """Return the size of a tensor."""
+    return dtype.itemsize * int(torch.Size(shape).numel())
+
+
+def one_node(node: Node, arguments: Mapping[str, Any], dtype: torch.dtype) -> onnx.ModelProto:
+    """Return a graph of one node of nodes.py; its outputs without the workspace are those of the graph."""
+    given = [each.name for each in node.inputs if arguments.get(each.name) is not None]
+    names = [each.name if each.name in given else "" for each in node.inputs]
+    outputs = [each.name for each in node.outputs]
+    attributes = {each.name: _attribute(arguments[each.name]) for each in node.attributes}
+    made = helper.make_node(node.name, names, outputs, domain="antiphon", **attributes)
+    inputs = [_value(name, ONNX_TYPES[arguments[name].dtype], arguments[name].dim()) for name in given]
+    results = [_value(each.name, _type_of(each.type, dtype), _rank(each.axes)) for each in results_of(node)]
+    return model_of([made], inputs, results)
+
+
+def results_of(node: Node) -> list[Any]:
+    """Return the outputs of a node that are not workspace."""
+    return [each for each in node.outputs if not each.meaning.startswith("workspace")]
+
+
+def model_of(nodes: list[Any], inputs: list[Any], outputs: list[Any], weights: Sequence[Any] = ()) -> onnx.ModelProto:
+    """Return a model with our operators and the standard ones."""
+    graph = helper.make_graph(nodes, "graph", inputs, outputs, list(weights))
+    opsets = [helper.make_opsetid("", 20), helper.make_opsetid("antiphon", 1)]
+    return helper.make_model(graph, opset_imports=opsets, ir_version=10)
+
+
+def _attribute(value: Any) -> Any:
+    return int(value) if isinstance(value, bool) else value
+
+
+def _value(name: str, kind: int, rank: int) -> Any:
+    return helper.make_tensor_value_info(name, kind, [f"{name}_{axis}" for axis in range(rank)])
+
+
+def _type_of(name: str, dtype: torch.dtype) -> int:
+    return ONNX_TYPES[dtype if name == "float" else getattr(torch, name)]
+
+
+def _rank(axes: str) -> int:
+    return axes.count(",") + 1
