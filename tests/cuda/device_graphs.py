@@ -11,8 +11,8 @@ import torch
 from onnx import TensorProto, helper
 from torch import Tensor
 
-from antiphon.model.ops.cuda.driver import CudaDevice, DeviceMemory
-from antiphon.model.ops.operator import Node
+from antiphon.model.ops.cuda.driver import CudaDevice
+from antiphon.model.ops.operator import Node, Output
 from antiphon.model.ops.workspace import LIBRARY
 
 ONNX_TYPES = {
@@ -38,20 +38,19 @@ class DeviceGraph:
         providers = [("CUDAExecutionProvider", settings)]
         self._session = ort.InferenceSession(model.SerializeToString(), options, providers=providers)
         self._device = device
-        self._outputs = outputs
         self._binding = self._session.io_binding()
-        self._memory: dict[str, DeviceMemory] = {}
+        self._bound: dict[str, DeviceTensor] = {}
         for name, (dtype, shape) in outputs.items():
-            address = self._allocate(name, dtype, shape)
-            self._binding.bind_output(name, "cuda", device.ordinal, ONNX_TYPES[dtype], list(shape), address)
+            bound = self._allocate(name, dtype, shape)
+            self._binding.bind_output(name, "cuda", device.ordinal, ONNX_TYPES[dtype], list(shape), bound.address)
 
     def write(self, name: str, tensor: Tensor) -> None:
         """Copy an input to the device; the first copy binds it."""
-        if name not in self._memory:
-            address = self._allocate(name, tensor.dtype, tensor.shape)
-            kind = ONNX_TYPES[tensor.dtype]
-            self._binding.bind_input(name, "cuda", self._device.ordinal, kind, list(tensor.shape), address)
-        copy_to_device(self._device, self._memory[name], tensor)
+        if name not in self._bound:
+            bound = self._allocate(name, tensor.dtype, tensor.shape)
+            kind, shape = ONNX_TYPES[tensor.dtype], list(tensor.shape)
+            self._binding.bind_input(name, "cuda", self._device.ordinal, kind, shape, bound.address)
+        self._bound[name].write(tensor)
 
     def run(self, graph_id: int = -1) -> None:
         """Run; a graph id other than -1 is captured by its first run and replayed by the others."""
@@ -61,38 +60,43 @@ class DeviceGraph:
         self._session.run_with_iobinding(self._binding, options)
 
     def read(self, name: str) -> Tensor:
-        """Copy an output, or an input that a node changed, from the device."""
-        dtype, shape = self._outputs[name]
-        return copy_to_host(self._device, self._memory[name], dtype, shape)
+        """Return a copy of an output, or of an input, which a node may have changed."""
+        return self._bound[name].read()
 
-    def read_input(self, name: str, like: Tensor) -> Tensor:
-        """Copy an input, which a node may have changed, from the device."""
-        return copy_to_host(self._device, self._memory[name], like.dtype, like.shape)
-
-    def _allocate(self, name: str, dtype: torch.dtype, shape: Sequence[int]) -> int:
-        self._memory[name] = self._device.allocate(num_bytes(dtype, shape))
-        return self._memory[name].address
+    def _allocate(self, name: str, dtype: torch.dtype, shape: Sequence[int]) -> DeviceTensor:
+        self._bound[name] = DeviceTensor(self._device, dtype, shape)
+        return self._bound[name]
 
 
-def copy_to_device(device: CudaDevice, memory: DeviceMemory, tensor: Tensor) -> None:
-    """Copy a tensor, and wait."""
-    pinned = device.allocate_pinned(memory.num_bytes)
-    pinned.array[: memory.num_bytes] = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
-    device.copy_in(memory.address, pinned.address, memory.num_bytes)
-    device.wait()
+class DeviceTensor:
+    """A tensor in memory of the device."""
 
+    def __init__(self, device: CudaDevice, dtype: torch.dtype, shape: Sequence[int]) -> None:
+        self._device = device
+        self._dtype = dtype
+        self._shape = tuple(shape)
+        self._num_bytes = dtype.itemsize * torch.Size(self._shape).numel()
+        self._memory = device.allocate(self._num_bytes)
 
-def copy_to_host(device: CudaDevice, memory: DeviceMemory, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-    """Return a copy of a tensor of the device."""
-    pinned = device.allocate_pinned(memory.num_bytes)
-    device.copy_out(pinned.address, memory.address, memory.num_bytes)
-    device.wait()
-    return torch.from_numpy(pinned.array[: memory.num_bytes].copy()).view(dtype).reshape(tuple(shape))
+    @property
+    def address(self) -> int:
+        """Return the address on the device."""
+        return self._memory.address
 
+    def write(self, tensor: Tensor) -> None:
+        """Copy a tensor of the host, and wait."""
+        assert (tensor.dtype, tuple(tensor.shape)) == (self._dtype, self._shape)
+        pinned = self._device.allocate_pinned(self._num_bytes)
+        pinned.array[: self._num_bytes] = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+        self._device.copy_in(self.address, pinned.address, self._num_bytes)
+        self._device.wait()
 
-def num_bytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
-    """Return the size of a tensor."""
-    return dtype.itemsize * int(torch.Size(shape).numel())
+    def read(self) -> Tensor:
+        """Return a copy on the host."""
+        pinned = self._device.allocate_pinned(self._num_bytes)
+        self._device.copy_out(pinned.address, self.address, self._num_bytes)
+        self._device.wait()
+        return torch.from_numpy(pinned.array[: self._num_bytes].copy()).view(self._dtype).reshape(self._shape)
 
 
 def one_node(node: Node, arguments: Mapping[str, Any], dtype: torch.dtype) -> onnx.ModelProto:
@@ -103,11 +107,11 @@ def one_node(node: Node, arguments: Mapping[str, Any], dtype: torch.dtype) -> on
     attributes = {each.name: _attribute(arguments[each.name]) for each in node.attributes}
     made = helper.make_node(node.name, names, outputs, domain="antiphon", **attributes)
     inputs = [_value(name, ONNX_TYPES[arguments[name].dtype], arguments[name].dim()) for name in given]
-    results = [_value(each.name, _type_of(each.type, dtype), _rank(each.axes)) for each in results_of(node)]
+    results = [_value(each.name, _type_of(each.kind, dtype), _rank(each.axes)) for each in results_of(node)]
     return model_of([made], inputs, results)
 
 
-def results_of(node: Node) -> list[Any]:
+def results_of(node: Node) -> list[Output]:
     """Return the outputs of a node that are not workspace."""
     return [each for each in node.outputs if not each.meaning.startswith("workspace")]
 
