@@ -12,6 +12,7 @@ from grpc_health.v1 import health
 from prometheus_client import CollectorRegistry
 
 from antiphon.client import AsyncClient
+from antiphon.model.ops.cuda.driver import CudaDevice
 from antiphon.service.observability.metrics.metric_families import MetricFamilies
 from antiphon.service.observability.telemetry import Telemetry
 from antiphon.service.rpc.v1.answers.pacing import Pacing
@@ -35,11 +36,21 @@ class ServedBundle:
 
 
 @contextlib.asynccontextmanager
-async def serving_bundle(path: Path, **settings: Any) -> AsyncIterator[ServedBundle]:
-    """Serve a bundle on a free port. At the end, check that nothing runs and every block is free."""
+async def serving_bundle(
+    path: Path, *, device: CudaDevice | None = None, **settings: Any
+) -> AsyncIterator[ServedBundle]:
+    """Serve a bundle on a free port. At the end, check that nothing runs and every block is free.
+
+    device: GPU on which the bundle runs; None is the processor.
+    """
     config = ServerConfig(bundle=path, threads=1, **settings)
     registry = CollectorRegistry()
-    shared = Shared(families=MetricFamilies(registry), pacing=Pacing(1e6, client_waits()), budget=MemoryBudget(None))
+    shared = Shared(
+        families=MetricFamilies(registry),
+        pacing=Pacing(1e6, client_waits()),
+        budget=MemoryBudget(None),
+        device=device,
+    )
     served = load(config.plans[0], shared)
     models = Models()
     models.add(served)

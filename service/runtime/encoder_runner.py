@@ -55,7 +55,7 @@ class EncoderRunner:
         self.eos_id = model.eos_id
         self.precision = graphs.precision
         self.heads: Mapping[HeadTask, HeadConfig] = {head.task: head for head in model.heads}
-        self._widths = {head.task: _width_of(head, model.vocab_size) for head in model.heads}
+        self._widths = {head.task: width_of(head, model.vocab_size) for head in model.heads}
         self.workspace = Workspace(is_own=True)
         encoder = Graph(bundle.file(graphs.encoder_file), "encoder", threads, self.workspace)
         self._encoder = NativeEncoder(encoder, model, self.workspace, bundle.memory_fit(graphs), cache=None)
@@ -96,7 +96,7 @@ class EncoderRunner:
         raise NotImplementedError("an encoder-only model has no cache blocks")
 
 
-def _width_of(head: HeadConfig, vocab_size: int) -> int:
+def width_of(head: HeadConfig, vocab_size: int) -> int:
     """Return O: one output for each label or token; for pool the width of its transform."""
     if head.task == "fill_mask":
         return vocab_size

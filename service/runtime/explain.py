@@ -23,9 +23,9 @@ class Explainer:
     """Runs the explain graph of a bundle. Calls may come from any thread; they wait for each other."""
 
     def __init__(self, bundle: Bundle, *, threads: int = 1, precision: Precision | None = None) -> None:
-        """Load nothing yet. precision: None prefers int8, as for the other graphs; int4 has no explain graph."""
+        """Load nothing yet. precision: of the other graphs; only int8 and float32 have explain graphs."""
         names = {graphs.precision: graphs.explain for graphs in bundle.manifest.graphs if graphs.explain is not None}
-        choices: tuple[Precision, ...] = ("int8", "float32") if precision in (None, "int4") else (precision,)
+        choices: tuple[Precision, ...] = (precision,) if precision in ("int8", "float32") else ("int8", "float32")
         self._bundle = bundle
         self._name = next((names[choice] for choice in choices if choice in names), None)
         self._threads = threads

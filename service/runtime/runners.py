@@ -1,12 +1,15 @@
-"""Choice of the runner that serves a bundle, by the architecture of its model."""
+"""Choice of the runner that serves a bundle, by the architecture of its model and by the device."""
 
 from __future__ import annotations
 
 from antiphon.model.bundle.manifest import Bundle, Precision
+from antiphon.model.ops.cuda.driver import CudaDevice
+from antiphon.service.runtime.cuda.encoder_runner import CudaEncoderRunner
+from antiphon.service.runtime.cuda.runner import CudaRunner
 from antiphon.service.runtime.encoder_runner import EncoderRunner
 from antiphon.service.runtime.native_runner import NativeRunner
 
-AnyRunner = NativeRunner | EncoderRunner
+AnyRunner = NativeRunner | EncoderRunner | CudaRunner | CudaEncoderRunner
 
 
 def open_runner(
@@ -42,4 +45,34 @@ def open_runner(
         num_blocks=num_blocks,
         workspace_limit_bytes=workspace_limit_bytes,
         cache=first.cache if isinstance(first, NativeRunner) else None,
+    )
+
+
+def open_cuda_runner(
+    bundle: Bundle,
+    device: CudaDevice,
+    *,
+    max_rows: int,
+    precision: Precision | None = None,
+    num_blocks: int | None = None,
+    memory_limit_bytes: int | None = None,
+) -> AnyRunner:
+    """Load the cuda graphs of a precision on a device; None takes the precision that `Bundle.graph_set` prefers.
+
+    num_blocks: None is enough for max_rows of the longest sequences, as far as the device has memory.
+    memory_limit_bytes: maximum memory of ONNX Runtime for each graph, weights and workspace together. Other arguments
+    as for `open_runner`.
+    Raises GraphError, BundleError (no cuda graphs of this precision) or CudaError.
+    """
+    if bundle.manifest.model.architecture == "encoder":
+        return CudaEncoderRunner(
+            bundle, device, max_rows=max_rows, precision=precision, memory_limit_bytes=memory_limit_bytes
+        )
+    return CudaRunner(
+        bundle,
+        device,
+        max_rows=max_rows,
+        precision=precision,
+        num_blocks=num_blocks,
+        memory_limit_bytes=memory_limit_bytes,
     )

@@ -17,6 +17,7 @@ from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 from prometheus_client import CollectorRegistry
 
+from antiphon.model.ops.cuda.driver import CudaDevice
 from antiphon.service.observability.metrics.metric_families import MetricFamilies
 from antiphon.service.observability.metrics.process_metrics import add_process_metrics
 from antiphon.service.observability.telemetry import Telemetry
@@ -34,6 +35,7 @@ from antiphon.service.rpc.v1.answers.pacing import Pacing
 from antiphon.service.rpc.v1.handlers import SERVICE_NAME, Calls
 from antiphon.service.rpc.v1.models import Models, Served
 from antiphon.service.rpc.v1.requests.long_texts import LongTexts
+from antiphon.service.runtime.cuda.open_device import DeviceError, open_device
 from antiphon.service.server.access import Access
 from antiphon.service.server.connection_watch import ConnectionWatch, num_open_files
 from antiphon.service.server.free_memory import FreeMemory
@@ -42,7 +44,7 @@ from antiphon.service.server.listener import OTHER_PORT_CONNECTIONS, channel_opt
 from antiphon.service.server.load_report import SERVICE_NAME as LOAD_SERVICE_NAME
 from antiphon.service.server.load_report import LoadReports, LoadServicer
 from antiphon.service.server.models.control import Control
-from antiphon.service.server.models.loading import Shared, load
+from antiphon.service.server.models.loading import Shared, StartupError, load
 from antiphon.service.server.models.machine import ResidentMemory, allow_files, memory_bytes
 from antiphon.service.server.models.memory import MemoryBudget
 from antiphon.service.server.settings import ServerConfig
@@ -145,7 +147,7 @@ def within_files(config: ServerConfig) -> ServerConfig:
 def shared_parts(config: ServerConfig, registry: CollectorRegistry, *, num_workers: int = 1) -> Shared:
     """Return what the models of this process share, with metrics in a registry.
 
-    num_workers: processes like this one, which all need their own caches and workspaces.
+    num_workers: processes like this one, which all need their own caches and workspaces. Raises StartupError.
     """
     families = MetricFamilies(registry)
     add_process_metrics(registry)
@@ -162,7 +164,17 @@ def shared_parts(config: ServerConfig, registry: CollectorRegistry, *, num_worke
         budget=MemoryBudget(config.memory_limit_bytes),
         machine_bytes=machine_bytes,
         num_workers=num_workers,
+        device=_device(config),
+        needs_device=config.device == "cuda",
     )
+
+
+def _device(config: ServerConfig) -> CudaDevice | None:
+    """Open the GPU that the settings choose. Raises StartupError if there must be one and it cannot be used."""
+    try:
+        return open_device(config.device)
+    except DeviceError as error:
+        raise StartupError(f"device is cuda: {error}") from error
 
 
 def build_waits(config: ServerConfig, families: MetricFamilies) -> ClientWaits:

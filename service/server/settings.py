@@ -27,6 +27,7 @@ from pydantic_settings import (
 
 from antiphon.service.domain.limits import ALLOWED, EngineLimits
 from antiphon.service.rpc.security.access_settings import AccessSettings, Port, contradiction
+from antiphon.service.runtime.cuda.open_device import DeviceChoice
 from antiphon.service.server.models.model_settings import (
     Lanes,
     ModelName,
@@ -75,7 +76,11 @@ class ServerConfig(AccessSettings):
         description="Name and bundle of a model, NAME=PATH; repeat it for each model. The first one is the default.",
     )
     precision: PrecisionChoice | None = Field(
-        default=None, description="Precision of the graphs to run; unset: int8 if the bundle has it."
+        default=None, description="Precision of the graphs to run; unset: int8 if the bundle has it, bfloat16 on a GPU."
+    )
+    device: DeviceChoice = Field(
+        default="cpu",
+        description="Where graphs run; auto: on an NVIDIA GPU if there is a usable one and the bundle has cuda graphs.",
     )
     host: str = Field(default="127.0.0.1", min_length=1, description="Address that gRPC listens on.")
     port: Port = Field(default=50051, description="Port that gRPC listens on; 0: any free port.")
@@ -230,6 +235,8 @@ def load_config(arguments: argparse.Namespace, environment: Mapping[str, str] | 
     except ValidationError as error:
         raise ConfigError(_explain(error, flags, config_file)) from None
     _check_ports(config)
+    if config.device != "cpu" and config.workers not in (1, "auto"):
+        raise ConfigError(f"workers is {config.workers} and device is {config.device}; one process serves a GPU")
     if problem := contradiction(config, has_admin=config.admin_port is not None):
         raise ConfigError(problem)
     if config.models and "bundle" in config.model_fields_set:

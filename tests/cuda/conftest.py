@@ -1,43 +1,46 @@
-"""The stand-in for CUDA, one for all tests of a process: the provider is bound to the first that is loaded."""
+"""A device of the stand-in for CUDA, and a small bundle with graphs for both the processor and a GPU."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
+from antiphon.model.bundle.manifest import Bundle, Lowering, Precision
+from antiphon.model.export.export import export_bundle
 from antiphon.model.ops.cuda.driver import CudaDevice
-from tests.cuda.interpreter import in_order
-from tests.cuda.standin.device import ARCHITECTURE, StandIn
+from tests.cuda.standin.device import StandIn
+from tests.parity.exports import small_config, write_checkpoint
+
+# The smallest that has every kernel of an encoder-decoder, because the interpreter runs each program in milliseconds.
+SMALL: dict[str, object] = dict(
+    d_model=32, encoder_layers=1, decoder_layers=1, num_heads=2, d_ff=32, max_source_len=40, max_target_len=40
+)
 
 
 @pytest.fixture(scope="session")
-def loaded_standin(tmp_path_factory: pytest.TempPathFactory) -> StandIn:
+def standin(tmp_path_factory: pytest.TempPathFactory) -> StandIn:
+    """Load the stand-in, once for the process: libraries cannot be loaded again."""
     return StandIn(tmp_path_factory.mktemp("standin"))
 
 
 @pytest.fixture(scope="session")
-def loaded_device(loaded_standin: StandIn) -> CudaDevice:
-    del loaded_standin  # its libraries are the driver that the device opens
-    return CudaDevice()
+def device(standin: StandIn) -> CudaDevice:
+    opened = CudaDevice()
+    opened.load_kernels(standin.kernels)
+    return opened
 
 
-@pytest.fixture
-def standin(loaded_standin: StandIn) -> Iterator[StandIn]:
-    """Return the stand-in; afterwards it must not have met a kernel or a function that it does not know."""
-    loaded_standin.launched.clear()
-    foreign, missing = loaded_standin.num_foreign_launches, loaded_standin.num_missing_calls
-    yield loaded_standin
-    loaded_standin.fail_after(0)
-    loaded_standin.set_architecture(ARCHITECTURE)
-    loaded_standin.order = in_order
-    assert loaded_standin.num_foreign_launches == foreign, "ONNX Runtime launched kernels of its own"
-    assert loaded_standin.num_missing_calls == missing, "a function of CUDA was called that the stand-in lacks"
+@pytest.fixture(scope="session")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    return export_small(tmp_path_factory.mktemp("small"), {})
 
 
-@pytest.fixture
-def device(standin: StandIn, loaded_device: CudaDevice) -> CudaDevice:
-    """Return the device with all kernels loaded, current in this thread."""
-    loaded_device.use()
-    loaded_device.load_kernels(standin.kernels)
-    return loaded_device
+def export_small(
+    path: Path, overrides: dict[str, object], lowerings: Sequence[Lowering] = ("native", "cuda")
+) -> Bundle:
+    """Export a small random model: native graphs at float32, cuda graphs at float32 and bfloat16."""
+    checkpoint = write_checkpoint(path / "checkpoint", small_config(**{**SMALL, **overrides}))
+    precisions: tuple[Precision, ...] = ("float32", "bfloat16") if "cuda" in lowerings else ("float32",)
+    return export_bundle(checkpoint, path / "bundle", precisions=precisions, lowerings=lowerings, explain=False)

@@ -126,9 +126,8 @@ def _sample(
         sampling.edit_values,
     )
     candidates = torch.zeros(NUM_CANDIDATES, dtype=torch.int32)
-    given: Any = [torch.from_numpy(array) for array in (positions, *params)]
-    outputs = node_launches.sample(logits, bias, *given, candidates)
-    return tuple(output.numpy() for output in outputs)
+    arguments: list[Any] = [logits, bias, *map(torch.from_numpy, (positions, *params)), candidates]
+    return tuple(output.numpy() for output in node_launches.sample(*arguments))
 
 
 def _rounds(sampling: SamplingArrays) -> NDArray[np.int32]:

@@ -7,10 +7,18 @@ from antiphon.model.config import Architecture
 from antiphon.model.head_config import Task
 from antiphon.model.text.tokenizer import Tokenizer
 from antiphon.service.rpc.v1.requests.options import default_options
+from antiphon.service.runtime.cuda.encoder_runner import CudaEncoderRunner
+from antiphon.service.runtime.cuda.runner import CudaRunner
 from antiphon.service.runtime.runners import AnyRunner
 from antiphon.v1 import inference_pb2 as pb
 
-_PRECISIONS = {"float32": pb.PRECISION_FLOAT32, "int8": pb.PRECISION_INT8, "int4": pb.PRECISION_INT4}
+_PRECISIONS = {
+    "float32": pb.PRECISION_FLOAT32,
+    "int8": pb.PRECISION_INT8,
+    "int4": pb.PRECISION_INT4,
+    "bfloat16": pb.PRECISION_BFLOAT16,
+    "float16": pb.PRECISION_FLOAT16,
+}
 _ARCHITECTURES: dict[Architecture, pb.Architecture.ValueType] = {
     "encoder-decoder": pb.ARCHITECTURE_ENCODER_DECODER,
     "encoder": pb.ARCHITECTURE_ENCODER,
@@ -50,6 +58,7 @@ def describe(
             max_message_bytes=max_message_bytes,
             max_text_bytes=max_text_bytes,
         ),
+        device=pb.DEVICE_CUDA if isinstance(runner, CudaRunner | CudaEncoderRunner) else pb.DEVICE_CPU,
         architecture=_ARCHITECTURES[config.architecture],
         tasks=[pb.TaskDescription(task=_TASKS[head.task], labels=head.labels) for head in config.heads],
         languages=sorted(text.languages),

@@ -103,7 +103,8 @@ class StepTurn:
         )
 
     def _candidates(self, name: str, samples: int, computed: int, wanted: int) -> NDArray[Any]:
-        return self._results[name][: samples * computed].reshape(samples, computed)[:, :wanted]
+        computed_ones = self._results[name][: samples * computed].reshape(samples, computed)
+        return np.ascontiguousarray(computed_ones[:, :wanted])  # native beam search reads it by address
 
     def _fill_tokens(self, name: str, values: NDArray[Any], padded: int, padding: int) -> None:
         array = self.inputs[name]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import dataclass, field, replace
 
 from antiphon.model.bundle.graph import GraphError
-from antiphon.model.bundle.manifest import Bundle, BundleError, load_bundle
+from antiphon.model.bundle.manifest import Bundle, BundleError, GraphSet, load_bundle
 from antiphon.model.ops.cache_geometry import BLOCK_SIZE, blocks_of_longest
+from antiphon.model.ops.cuda.driver import CudaDevice, CudaError
 from antiphon.model.ops.workspace import WorkspaceError
 from antiphon.model.text.tokenizer import Tokenizer, TokenizerError, open_tokenizer
 from antiphon.service.domain.errors import InvalidArgument
@@ -24,12 +26,24 @@ from antiphon.service.rpc.v1.served.served_model import ServedModel
 from antiphon.service.rpc.v1.servicer import InferenceServicer
 from antiphon.service.runtime.explain import Explainer
 from antiphon.service.runtime.lanes import fastest_num_lanes, open_lanes, possible_lanes
-from antiphon.service.runtime.runners import AnyRunner
+from antiphon.service.runtime.runners import AnyRunner, open_cuda_runner
 from antiphon.service.runtime.warm_up import NotFinite, warm_up
 from antiphon.service.server.models.machine import check_memory
-from antiphon.service.server.models.memory import LIMIT_MARGIN, MemoryBudget, ModelMemory, encode_budget, need_of
+from antiphon.service.server.models.memory import (
+    LIMIT_MARGIN,
+    MemoryBudget,
+    ModelMemory,
+    Need,
+    block_bytes_of,
+    encode_budget,
+    need_of,
+    weight_bytes,
+)
 from antiphon.service.server.models.model_settings import ModelPlan
 from antiphon.v1 import inference_pb2 as pb
+
+
+log = logging.getLogger(__name__)
 
 
 class StartupError(Exception):
@@ -41,6 +55,8 @@ class Shared:
     """Parts that the models of a process share.
 
     machine_bytes: memory of the machine; None if unknown. num_workers: processes that serve the same models.
+    device: GPU on which models run; None is the processor. needs_device: False to run a model on the processor if its
+    bundle has no cuda graphs.
     """
 
     families: MetricFamilies
@@ -48,6 +64,8 @@ class Shared:
     budget: MemoryBudget
     machine_bytes: int | None = None
     num_workers: int = 1
+    device: CudaDevice | None = None
+    needs_device: bool = True
     long_texts: LongTexts = field(default_factory=LongTexts)
 
 
@@ -59,26 +77,55 @@ def load(plan: ModelPlan, shared: Shared) -> Served:
     try:
         bundle = load_bundle(plan.path)
         name = plan.name or bundle.manifest.name
-        num_lanes = max(_possible_lanes(bundle, plan))
-        need = need_of(bundle, bundle.graph_set(plan.precision), plan.limits, num_lanes, num_workers=shared.num_workers)
+        graphs = _graphs(bundle, plan, shared)
+        need = _need(bundle, graphs, plan, shared)
         shared.budget.take(name, need)
         try:
             check_memory(shared.budget.held, shared.machine_bytes)
-            return _open(bundle, name, plan, shared, need.memory)
+            return _open(bundle, graphs, name, plan, shared, need.memory)
         except BaseException:
             shared.budget.give_back(name)
             raise
-    except (BundleError, TokenizerError, GraphError, WorkspaceError, ValueError) as error:
+    except (BundleError, TokenizerError, GraphError, WorkspaceError, CudaError, ValueError) as error:
         raise StartupError(str(error)) from error
 
 
-def _open(bundle: Bundle, name: str, plan: ModelPlan, shared: Shared, memory: ModelMemory) -> Served:
+def _graphs(bundle: Bundle, plan: ModelPlan, shared: Shared) -> GraphSet:
+    """Return the graphs to serve: on the device if there is one. Raises BundleError if the bundle has none for it."""
+    if shared.device is None:
+        return bundle.graph_set(plan.precision)
+    try:
+        return bundle.graph_set(plan.precision, "cuda")
+    except BundleError as error:
+        if shared.needs_device:
+            raise
+        log.info("%s runs on the processor: %s", bundle.manifest.name, error)
+        return bundle.graph_set(plan.precision)
+
+
+def _need(bundle: Bundle, graphs: GraphSet, plan: ModelPlan, shared: Shared) -> Need:
+    """Return the memory of this machine that the model needs. The memory of a GPU is no part of it."""
+    if graphs.lowering == "cuda":
+        nothing = ModelMemory(weight_bytes=0, cache_bytes=0, workspace_bytes=0)
+        return Need(memory=nothing, num_blocks=0, block_bytes=0, fewest_blocks=0)
+    num_lanes = max(_possible_lanes(bundle, plan))
+    return need_of(bundle, graphs, plan.limits, num_lanes, num_workers=shared.num_workers)
+
+
+def _open(bundle: Bundle, graphs: GraphSet, name: str, plan: ModelPlan, shared: Shared, memory: ModelMemory) -> Served:
     tokenizer = _tokenizer(bundle)
-    _encode_budget(bundle, plan, 1)  # no source may fit, which must be said before graphs are loaded
-    runner, *further = runners = _runners(bundle, plan)
-    limits = replace(plan.limits, encode_budget=_encode_budget(bundle, plan, len(runners)))
+    limits = plan.limits
+    if graphs.lowering == "cuda":
+        assert shared.device is not None
+        runners = _cuda_runners(bundle, graphs, plan, shared.device)
+        memory = _device_memory(bundle, graphs, runners[0])
+    else:
+        _encode_budget(bundle, plan, 1)  # no source may fit, which must be said before graphs are loaded
+        runners = _runners(bundle, plan)
+        limits = replace(limits, encode_budget=_encode_budget(bundle, plan, len(runners)))
+    runner, *further = runners
     for one in runners:
-        _warm_up(bundle, one, plan)
+        _warm_up(bundle, graphs, one)
     description = _described(bundle, runner, tokenizer, limits, plan)
     description.name = name
     explainer = Explainer(bundle, precision=runner.precision)
@@ -90,7 +137,7 @@ def _open(bundle: Bundle, name: str, plan: ModelPlan, shared: Shared, memory: Mo
         explainer=explainer if explainer.is_available else None,
         generation=bundle.manifest.generation,
     )
-    metrics = _metrics(Metrics(shared.families, name), bundle, plan, memory)
+    metrics = _metrics(Metrics(shared.families, name), bundle, graphs, memory)
     metrics.watch_arena(*(one.workspace for one in runners))
     engine = Engine(runner, limits, metrics, further=further)
     return Served(
@@ -103,10 +150,16 @@ def _open(bundle: Bundle, name: str, plan: ModelPlan, shared: Shared, memory: Mo
     )
 
 
-def _metrics(metrics: Metrics, bundle: Bundle, plan: ModelPlan, memory: ModelMemory) -> Metrics:
+def _device_memory(bundle: Bundle, graphs: GraphSet, runner: AnyRunner) -> ModelMemory:
+    """Return the bytes of a GPU that a model holds; the workspace is not known before its first runs."""
+    cache_bytes = runner.num_blocks * block_bytes_of(bundle.manifest.model, graphs) if runner.num_blocks else 0
+    return ModelMemory(weight_bytes=weight_bytes(bundle, graphs), cache_bytes=cache_bytes, workspace_bytes=0)
+
+
+def _metrics(metrics: Metrics, bundle: Bundle, graphs: GraphSet, memory: ModelMemory) -> Metrics:
     """Return the metrics of a model after reporting its memory, precision and workspace fit."""
     metrics.holds(weights=memory.weight_bytes, cache=memory.cache_bytes, workspace=memory.workspace_bytes)
-    graphs, architecture = bundle.graph_set(plan.precision), bundle.manifest.model.architecture
+    architecture = bundle.manifest.model.architecture
     metrics.is_served(precision=graphs.precision, lowering=graphs.lowering, architecture=architecture)
     if (fit := bundle.memory_fit(graphs)) is not None:
         metrics.predicts_by(fit)
@@ -130,11 +183,10 @@ def _described(
         raise StartupError(f"{bundle.path}: generation: {error}") from None
 
 
-def _warm_up(bundle: Bundle, runner: AnyRunner, plan: ModelPlan) -> None:
+def _warm_up(bundle: Bundle, graphs: GraphSet, runner: AnyRunner) -> None:
     try:
         warm_up(runner)
     except NotFinite as error:
-        graphs = bundle.graph_set(plan.precision)
         names = {"encoder": graphs.encoder, "decoder": graphs.decoder}
         name = names.get(error.part) or {str(task): file for task, file in graphs.heads.items()}[error.part]
         raise StartupError(f"{bundle.file(name)}: {error}; export the bundle again") from None
@@ -150,6 +202,23 @@ def _tokenizer(bundle: Bundle) -> Tokenizer:
         if found != expected:
             raise BundleError(f"{bundle.path / (text.source or '')}: {name} is {found}; the model's is {expected}")
     return tokenizer
+
+
+def _cuda_runners(bundle: Bundle, graphs: GraphSet, plan: ModelPlan, device: CudaDevice) -> tuple[AnyRunner, ...]:
+    """Return the runner of the one lane of a GPU. Raises StartupError if more are set."""
+    if plan.lanes not in (1, "auto"):
+        raise StartupError(f"lanes is {plan.lanes}; on a GPU it must be 1")
+    _check_blocks(bundle, plan)
+    limit_bytes = plan.limits.workspace_limit_bytes
+    runner = open_cuda_runner(
+        bundle,
+        device,
+        max_rows=plan.limits.max_num_seqs,
+        precision=graphs.precision,
+        num_blocks=plan.limits.kv_cache_blocks,
+        memory_limit_bytes=None if limit_bytes is None else limit_bytes + weight_bytes(bundle, graphs),
+    )
+    return (runner,)
 
 
 def _runners(bundle: Bundle, plan: ModelPlan) -> tuple[AnyRunner, ...]:

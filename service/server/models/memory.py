@@ -16,7 +16,8 @@ from pathlib import Path
 import numpy as np
 
 from antiphon.model.bundle.manifest import Bundle, GraphSet
-from antiphon.model.ops.cache_geometry import BLOCK_SIZE, blocks_of_longest, pool_axes
+from antiphon.model.config import ModelConfig
+from antiphon.model.ops.cache_geometry import BLOCK_SIZE, blocks_of_longest, cuda_pool_axes, pool_axes
 from antiphon.service.domain.errors import OverBudget
 from antiphon.service.domain.limits import EncodeBudget, EngineLimits
 from antiphon.service.runtime.native_encoder import RUN_TOKENS
@@ -100,13 +101,20 @@ def need_of(
     num_blocks = block_bytes = 0  # of every worker; bytes of all workers
     if graphs.decoder is not None:
         num_blocks = limits.num_cache_blocks(fewest)
-        block_bytes = num_workers * math.prod(pool_axes(model)) * np.dtype(graphs.cache or "float32").itemsize
+        block_bytes = num_workers * block_bytes_of(model, graphs)
     memory = ModelMemory(
-        weight_bytes=_weight_bytes(bundle, graphs),
+        weight_bytes=weight_bytes(bundle, graphs),
         cache_bytes=num_blocks * block_bytes,
         workspace_bytes=num_workers * _workspace_bytes(bundle, graphs, limits, num_lanes),
     )
     return Need(memory=memory, num_blocks=num_blocks, block_bytes=block_bytes, fewest_blocks=fewest)
+
+
+def block_bytes_of(model: ModelConfig, graphs: GraphSet) -> int:
+    """Return the bytes of one cache block, in the memory of the processor or of a GPU."""
+    if graphs.lowering == "cuda":
+        return math.prod(cuda_pool_axes(model)) * (4 if graphs.precision == "float32" else 2)
+    return math.prod(pool_axes(model)) * np.dtype(graphs.cache or "float32").itemsize
 
 
 def encode_budget(bundle: Bundle, graphs: GraphSet, limits: EngineLimits, num_lanes: int = 1) -> EncodeBudget | None:
@@ -124,7 +132,7 @@ def encode_budget(bundle: Bundle, graphs: GraphSet, limits: EngineLimits, num_la
     return EncodeBudget(max_bytes=max_bytes, predict=predict)
 
 
-def _weight_bytes(bundle: Bundle, graphs: GraphSet) -> int:
+def weight_bytes(bundle: Bundle, graphs: GraphSet) -> int:
     """Return the size of the set's graphs and of all files of the bundle that they name as external data."""
     listed = bundle.manifest.files
     own = {

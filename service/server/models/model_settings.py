@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from antiphon.model.bundle.manifest import NAME_PATTERN
 from antiphon.service.domain.limits import ALLOWED, DEFAULT_LIMITS, EngineLimits
 
-PrecisionChoice = Literal["float32", "int8", "int4"]
+PrecisionChoice = Literal["float32", "int8", "int4", "bfloat16", "float16"]
 
 Threads = Annotated[int, Field(ge=1, le=1024)]
 

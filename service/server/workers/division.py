@@ -49,9 +49,11 @@ def divide(config: ServerConfig) -> tuple[Division, ...]:
 
 
 def num_workers(config: ServerConfig, num_cores: int) -> int:
-    """Return the number of workers: as set, or for "auto" as many as the models' weights suggest."""
+    """Return the number of workers: as set, or for "auto" as many as the models' weights and the device suggest."""
     if config.workers != "auto":
         return config.workers
+    if config.device != "cpu":
+        return 1  # a GPU is served by one process
     return suggested_workers(_weight_bytes(config), num_cores)
 
 

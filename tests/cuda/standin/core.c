@@ -12,13 +12,14 @@
 #define SPAN (1ull << 31)
 #define ALIGNMENT 256
 #define MOST_BLOCKS 65536
+#define POISONED (64ull << 20)
 
 // The handed-out addresses cannot be read or written; the same pages are mapped a second time for the stand-in.
 static char *g_device, *g_host;
 static pthread_mutex_t g_lock = PTHREAD_MUTEX_INITIALIZER;
 static struct { uint64_t offset, bytes; int is_used; } g_blocks[MOST_BLOCKS];
 static int g_num_blocks;
-static uint64_t g_end, g_in_use;
+static uint64_t g_in_use;
 static int g_allocations, g_foreign, g_missing, g_architecture = 90, g_countdown, g_capturing;
 static LaunchFunction g_launch;
 
@@ -60,27 +61,43 @@ void* standin_host_view(const void* address) {
   return standin_is_device(address) ? g_host + ((const char*)address - g_device) : (void*)address;
 }
 
+// Blocks cover the span from its start, sorted by offset; a free one is split, and joined with its neighbours.
+static void insert(int index, uint64_t offset, uint64_t bytes) {
+  memmove(&g_blocks[index + 1], &g_blocks[index], sizeof(g_blocks[0]) * (size_t)(g_num_blocks++ - index));
+  g_blocks[index].offset = offset, g_blocks[index].bytes = bytes, g_blocks[index].is_used = 0;
+}
+
+static void join(int index) {
+  if (index < 0 || index + 1 >= g_num_blocks || g_blocks[index].is_used || g_blocks[index + 1].is_used) return;
+  g_blocks[index].bytes += g_blocks[index + 1].bytes;
+  --g_num_blocks;
+  memmove(&g_blocks[index + 1], &g_blocks[index + 2], sizeof(g_blocks[0]) * (size_t)(g_num_blocks - index - 1));
+}
+
 int standin_allocate(void** address, size_t bytes) {
   if (standin_fails_now()) return kOutOfMemory;
   uint64_t rounded = (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
   pthread_mutex_lock(&g_lock);
+  if (g_num_blocks == 0) insert(0, 0, SPAN);
   int index = 0;
-  while (index < g_num_blocks && (g_blocks[index].is_used || g_blocks[index].bytes != rounded)) ++index;
-  if (index == g_num_blocks) {
-    if (g_end + rounded > SPAN || g_num_blocks == MOST_BLOCKS) {
-      pthread_mutex_unlock(&g_lock);
-      return kOutOfMemory;
-    }
-    g_blocks[g_num_blocks].offset = g_end;
-    g_blocks[g_num_blocks++].bytes = rounded;
-    g_end += rounded;
+  while (index < g_num_blocks && (g_blocks[index].is_used || g_blocks[index].bytes < rounded)) ++index;
+  if (index == g_num_blocks || g_num_blocks + 1 == MOST_BLOCKS) {
+    pthread_mutex_unlock(&g_lock);
+    return kOutOfMemory;
+  }
+  uint64_t offset = g_blocks[index].offset;
+  if (g_blocks[index].bytes > rounded) {
+    insert(index, offset, rounded);
+    g_blocks[index + 1].offset += rounded;
+    g_blocks[index + 1].bytes -= rounded;
   }
   g_blocks[index].is_used = 1;
   g_in_use += rounded;
   ++g_allocations;
   pthread_mutex_unlock(&g_lock);
-  memset(g_host + g_blocks[index].offset, 0xff, rounded);  // NaN in every floating-point type
-  *address = g_device + g_blocks[index].offset;
+  // NaN in every floating-point type; of much memory only the start, which makes the rest resident only when used.
+  memset(g_host + offset, 0xff, rounded < POISONED ? rounded : POISONED);
+  *address = g_device + offset;
   return kSuccess;
 }
 
@@ -89,11 +106,13 @@ int standin_free(void* address) {
   pthread_mutex_lock(&g_lock);
   int result = kInvalidValue;
   for (int index = 0; index < g_num_blocks; ++index) {
-    if (g_device + g_blocks[index].offset == address && g_blocks[index].is_used) {
-      g_blocks[index].is_used = 0;
-      g_in_use -= g_blocks[index].bytes;
-      result = kSuccess;
-    }
+    if (g_device + g_blocks[index].offset != address || !g_blocks[index].is_used) continue;
+    g_blocks[index].is_used = 0;
+    g_in_use -= g_blocks[index].bytes;
+    join(index);
+    join(index - 1);
+    result = kSuccess;
+    break;
   }
   pthread_mutex_unlock(&g_lock);
   return result;
