@@ -50,10 +50,11 @@ watch: setup ## Serve, with Prometheus and alerts, without containers. ARGS="--p
 test: lint oip-clients deploy-tools ## Run lint, types and all tests. ARGS="-k scheduler" passes options to pytest.
 	@echo "==> pytest"
 	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+	@$(if $(ARGS),,$(MAKE) --no-print-directory test-cuda)
 
 test-cuda: cuda-tools ## Test the operators for GPUs in Triton's interpreter, without a card. ARGS="-k sample"
 	@echo "==> pytest tests/cuda"
-	@PYTHONPATH=protos:. $(CUDA)/bin/python -m pytest -n $(JOBS) tests/cuda $(ARGS)
+	@PYTHONPATH=protos:. $(CUDA)/bin/python -m pytest -n $(JOBS) --dist loadfile tests/cuda $(ARGS)
 
 cuda-tools: $(CUDA)/.installed ## Create .venv-cuda: Triton and onnxruntime-gpu, for test-cuda and kernels. 1 GB.
 

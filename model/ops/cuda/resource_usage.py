@@ -1,4 +1,4 @@
-"""What the compiler reports of a compiled kernel: registers, spills, shared memory, instructions.
+"""Report of the compiler about a compiled kernel: registers, spills, shared memory, instructions.
 
 Needs Triton's tools.
 """

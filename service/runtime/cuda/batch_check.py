@@ -17,7 +17,7 @@ from antiphon.service.runtime.runner import DecodeBatch
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bounds:
-    """What the arrays of a step may contain: everything is below these numbers, or at most max_source_len."""
+    """Limits of the arrays of a step: everything is below these numbers, or at most max_source_len."""
 
     max_rows: int
     num_blocks: int
