@@ -150,6 +150,8 @@ lock: $(VENV)/.created ## Resolve versions and hashes again, and keep locked one
 		--output-file requirements/deploy.lock $(ARGS)
 	@$(UV_COMPILE) pyproject.toml requirements/cuda.in --extra serving --extra train --no-emit-package torch \
 		--constraint requirements/test.lock --output-file requirements/cuda.lock $(ARGS)
+	@$(UV_COMPILE) requirements/kernels.in --constraint requirements/cuda.lock \
+		--output-file requirements/kernels.lock $(ARGS)
 
 clean: ## Remove .venv and all build results.
 	rm -rf $(VENV) $(OIP_CLIENTS) $(DEPLOY) $(CUDA) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

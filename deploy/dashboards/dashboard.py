@@ -11,7 +11,7 @@ from grafana_foundation_sdk.cog.builder import Builder
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models import dashboard
 
-from deploy.dashboards import engine, glance, latency, memory, traffic
+from deploy.dashboards import engine, glance, gpu, latency, memory, traffic
 from deploy.dashboards.queries import of_process
 from deploy.dashboards.shapes import SOURCE
 
@@ -25,6 +25,7 @@ ROWS = {
     "Cache": memory.cache_panels,
     "Attention workspace: T or T²?": memory.workspace_panels,
     "Memory and machine": memory.process_panels,
+    "NVIDIA GPUs": gpu.panels,
 }
 
 
