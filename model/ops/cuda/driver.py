@@ -28,7 +28,7 @@ class CudaError(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceDescription:
-    """Report of the driver about a device. architecture: compute capability times ten. driver_version: 13020 is 13.2."""
+    """Report of the driver on a device. architecture: compute capability times ten. driver_version: 13020 is 13.2."""
 
     name: str
     architecture: int

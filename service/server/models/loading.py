@@ -42,7 +42,6 @@ from antiphon.service.server.models.memory import (
 from antiphon.service.server.models.model_settings import ModelPlan
 from antiphon.v1 import inference_pb2 as pb
 
-
 log = logging.getLogger(__name__)
 
 
