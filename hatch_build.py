@@ -107,7 +107,7 @@ def generate_stubs(root: Path) -> None:
 
 
 def compile_native(root: Path, library: Path = NATIVE_LIBRARY, flags: Sequence[str] = ()) -> Path | None:
-    """Compile model/ops/native/*.cc and model/ops/cuda/native/*.cc into one library and return its path; None where there are no sources.
+    """Compile the sources into one library and return its path; None where there are none.
 
     library: where, from root. flags: more of them, sanitizers for instance. CXX chooses the compiler, CXXFLAGS adds
     to its flags. Raises BuildError.

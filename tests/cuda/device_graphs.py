@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import onnx
@@ -14,6 +15,7 @@ from torch import Tensor
 from antiphon.model.ops.cuda.driver import CudaDevice
 from antiphon.model.ops.operator import Node, Output
 from antiphon.model.ops.workspace import LIBRARY
+from tests.cuda.standin.device import StandIn
 
 ONNX_TYPES = {
     torch.float32: TensorProto.FLOAT,
@@ -44,10 +46,10 @@ class DeviceGraph:
             bound = self._allocate(name, dtype, shape)
             self._binding.bind_output(name, "cuda", device.ordinal, ONNX_TYPES[dtype], list(shape), bound.address)
 
-    def write(self, name: str, tensor: Tensor) -> None:
-        """Copy an input to the device; the first copy binds it."""
+    def write(self, name: str, tensor: Tensor, offset: int = 0) -> None:
+        """Copy an input to the device; the first copy binds it, `offset` bytes behind the start of its memory."""
         if name not in self._bound:
-            bound = self._allocate(name, tensor.dtype, tensor.shape)
+            bound = self._allocate(name, tensor.dtype, tensor.shape, offset)
             kind, shape = ONNX_TYPES[tensor.dtype], list(tensor.shape)
             self._binding.bind_input(name, "cuda", self._device.ordinal, kind, shape, bound.address)
         self._bound[name].write(tensor)
@@ -63,25 +65,26 @@ class DeviceGraph:
         """Return a copy of an output, or of an input, which a node may have changed."""
         return self._bound[name].read()
 
-    def _allocate(self, name: str, dtype: torch.dtype, shape: Sequence[int]) -> DeviceTensor:
-        self._bound[name] = DeviceTensor(self._device, dtype, shape)
+    def _allocate(self, name: str, dtype: torch.dtype, shape: Sequence[int], offset: int = 0) -> DeviceTensor:
+        self._bound[name] = DeviceTensor(self._device, dtype, shape, offset)
         return self._bound[name]
 
 
 class DeviceTensor:
     """A tensor in memory of the device."""
 
-    def __init__(self, device: CudaDevice, dtype: torch.dtype, shape: Sequence[int]) -> None:
+    def __init__(self, device: CudaDevice, dtype: torch.dtype, shape: Sequence[int], offset: int = 0) -> None:
         self._device = device
         self._dtype = dtype
         self._shape = tuple(shape)
         self._num_bytes = dtype.itemsize * torch.Size(self._shape).numel()
-        self._memory = device.allocate(self._num_bytes)
+        self._offset = offset
+        self._memory = device.allocate(self._num_bytes + offset)
 
     @property
     def address(self) -> int:
         """Return the address on the device."""
-        return self._memory.address
+        return self._memory.address + self._offset
 
     def write(self, tensor: Tensor) -> None:
         """Copy a tensor of the host, and wait."""
@@ -97,6 +100,18 @@ class DeviceTensor:
         self._device.copy_out(pinned.address, self.address, self._num_bytes)
         self._device.wait()
         return torch.from_numpy(pinned.array[: self._num_bytes].copy()).view(self._dtype).reshape(self._shape)
+
+
+@contextmanager
+def restored(standin: StandIn, device: CudaDevice) -> Iterator[None]:
+    """Start with no record of launches, and leave the stand-in and the loaded kernels as other tests expect them."""
+    standin.launched.clear()
+    device.use()
+    try:
+        yield
+    finally:
+        standin.fail_after(0)
+        device.load_kernels(standin.kernels)
 
 
 def one_node(node: Node, arguments: Mapping[str, Any], dtype: torch.dtype) -> onnx.ModelProto:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,128 +18,26 @@ from onnx import helper, numpy_helper
 from torch import Tensor
 
 from antiphon.model.ops.cuda.driver import CudaDevice, CudaError
-from antiphon.model.ops.cuda.nodes import NODES, PADDING, PREVIOUS, TILE
+from antiphon.model.ops.cuda.library_file import VERSION
+from antiphon.model.ops.cuda.nodes import NODES
 from antiphon.model.ops.operator import Node
 from tests.cuda import node_launches
-from tests.cuda.device_graphs import ONNX_TYPES, DeviceGraph, model_of, one_node, results_of
+from tests.cuda.device_graphs import ONNX_TYPES, DeviceGraph, Outputs, model_of, one_node, restored, results_of
+from tests.cuda.node_arguments import ARGUMENTS, paged_attention_arguments, pick_arguments
 from tests.cuda.standin.device import StandIn, write_kernels
-from tests.cuda.test_kernels import DTYPES, Arguments, Draw, Pool
+from tests.cuda.test_kernels import DTYPES, Arguments, Draw
 
 BY_NAME = {node.name: node for node in NODES}
 PICK = BY_NAME["CudaPick"]
 
 
-def embed_arguments(draw: Draw) -> Arguments:
-    return {
-        "tokens": torch.tensor([3, PREVIOUS, 0, 19], dtype=torch.int32),
-        "positions": torch.tensor([0, 3, PADDING, 5], dtype=torch.int32),
-        "weight": draw.states(20, 48),
-        "position_table": draw.states(8, 48),
-        "rows": draw.ints(0, 3, 4),
-        "previous": torch.tensor([4, 0, 19], dtype=torch.int32),
-        "types": draw.ints(0, 2, 4),
-        "type_table": draw.states(2, 48),
-        "scale": 1.5,
-    }
-
-
-def add_norm_arguments(draw: Draw) -> Arguments:
-    vectors = {name: draw.states(48) for name in ("bias", "weight", "norm_bias")}
-    return vectors | {"x": draw.states(3, 48), "residual": draw.states(3, 48), "epsilon": 1e-5, "kind": "layer"}
-
-
-def activate_arguments(draw: Draw) -> Arguments:
-    return {"x": draw.states(2, 2 * 1040), "bias": draw.states(2 * 1040), "activation": "gelu", "gated": True}
-
-
-def rotary_arguments(draw: Draw) -> Arguments:
-    return {
-        "qkv": draw.states(3, 3 * 2 * 48),
-        "bias": draw.states(3 * 2 * 48),
-        "positions": torch.tensor([0, 9, PADDING], dtype=torch.int32),
-        "table": draw.floats(10, 48),
-        "num_heads": 2,
-    }
-
-
-def packed_attention_arguments(draw: Draw) -> Arguments:
-    return {
-        "qkv": draw.states(TILE + 7, 3 * 2 * 48),
-        "bias": draw.states(3 * 2 * 48),
-        "offsets": torch.tensor([0, 2, TILE + 7], dtype=torch.int32),
-        "tiles": torch.tensor([(0, 0), (1, 0), (1, TILE), (-1, 0)], dtype=torch.int32),
-        "bias_table": draw.floats(2, 2 * 9 + 1),
-        "slopes": draw.floats(2).abs(),
-        "num_heads": 2,
-        "scale": 0.2,
-        "causal": True,
-    }
-
-
-def paged_write_arguments(draw: Draw) -> Arguments:
-    pool = Pool(draw, 48)
-    return {
-        "kv": draw.states(3, 3 * 2 * 48),
-        "bias": draw.states(3 * 2 * 48),
-        "cache": pool.cache,
-        "tables": pool.tables,
-        "rows": torch.tensor([0, 1, 2], dtype=torch.int32),
-        "positions": torch.tensor([16, PADDING, 3], dtype=torch.int32),
-        "num_heads": 2,
-        "layer": 1,
-    }
-
-
-def paged_attention_arguments(draw: Draw, num_tokens: int = 4) -> Arguments:
-    pool = Pool(draw, 48)
-    pool.fill(draw, [80, 1, 33])
-    return {
-        "query": draw.states(num_tokens, 3 * 2 * 48),
-        "bias": draw.states(3 * 2 * 48),
-        "cache": pool.cache,
-        "tables": pool.tables,
-        "rows": torch.tensor([0, 1, 2, 0], dtype=torch.int32)[:num_tokens],
-        "lengths": torch.tensor([80, 1, 33, 0], dtype=torch.int32)[:num_tokens],
-        "written": torch.ones(1, dtype=torch.int32),
-        "bias_table": draw.floats(2, 2 * 9 + 1),
-        "slopes": draw.floats(2).abs(),
-        "num_heads": 2,
-        "scale": 0.2,
-        "layer": 1,
-    }
-
-
-def pick_arguments(draw: Draw) -> Arguments:
-    return {"hidden": draw.states(5, 48), "picks": torch.tensor([4, 0, 0], dtype=torch.int32)}
-
-
-def sample_arguments(draw: Draw) -> Arguments:
-    """Return three samples: the largest logit, one drawn, one with edits and candidates."""
-    return {
-        "logits": draw.states(3, 300),
-        "bias": draw.states(300),
-        "positions": torch.tensor([3, 0, 7], dtype=torch.int32),
-        "float_params": torch.tensor([[0, 1, 0, 1], [0.8, 0.9, 0.01, 1], [0, 1, 0, 1]], dtype=torch.float32),
-        "int_params": torch.tensor([[0, 0, -1, -1, 0, 0], [20, 7, -1, 0, 0, 0], [0, 0, -1, 3, 0, 0]]),
-        "edit_offsets": torch.tensor([0, 0, 0, 2], dtype=torch.int32),
-        "edit_ids": torch.tensor([4, 4], dtype=torch.int32),
-        "edit_rounds": torch.tensor([0, 1], dtype=torch.int32),
-        "edit_values": torch.tensor([[9.0, 1, 0], [0, 1.5, 0]]),
-        "candidates": torch.zeros(3, dtype=torch.int32),
-    }
-
-
-ARGUMENTS: dict[str, Callable[[Draw], Arguments]] = {
-    "CudaEmbed": embed_arguments,
-    "CudaAddNorm": add_norm_arguments,
-    "CudaActivate": activate_arguments,
-    "CudaRotary": rotary_arguments,
-    "CudaPackedAttention": packed_attention_arguments,
-    "CudaPagedWrite": paged_write_arguments,
-    "CudaPagedAttention": paged_attention_arguments,
-    "CudaPick": pick_arguments,
-    "CudaSample": sample_arguments,
-}
+@pytest.fixture(autouse=True)
+def only_our_kernels(standin: StandIn, device: CudaDevice) -> Iterator[None]:
+    """Fail after a test in which ONNX Runtime launched kernels of its own, or called what the stand-in lacks."""
+    before = standin.num_foreign_launches, standin.num_missing_calls
+    with restored(standin, device):
+        yield
+    assert (standin.num_foreign_launches, standin.num_missing_calls) == before
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -179,9 +77,7 @@ def test_paged_attention_splits_the_positions_of_few_tokens(device: CudaDevice, 
 
 def test_node_without_tokens_launches_nothing(device: CudaDevice, standin: StandIn) -> None:
     arguments = pick_arguments(Draw(5, torch.float32)) | {"picks": torch.zeros(0, dtype=torch.int32)}
-    graph = DeviceGraph(device, one_node(PICK, arguments, torch.float32), {"out": (torch.float32, (0, 48))})
-    feed(graph, PICK, arguments)
-    graph.run()
+    run_node(device, PICK, arguments, torch.float32, {"out": (torch.float32, (0, 48))})
     assert standin.launched == []
 
 
@@ -232,8 +128,8 @@ def test_truncated_kernels_are_refused(device: CudaDevice, standin: StandIn, tmp
 
 
 def test_kernels_of_another_version_are_refused(device: CudaDevice, standin: StandIn, tmp_path: Path) -> None:
-    change_header(standin, tmp_path / "kernels", "^antiphon-kernels 1 ", "antiphon-kernels 2 ")
-    with pytest.raises(CudaError, match=r"kernels has version 2; this library reads version 1$"):
+    change_header(standin, tmp_path / "kernels", f"^antiphon-kernels {VERSION} ", "antiphon-kernels 1 ")
+    with pytest.raises(CudaError, match=rf"kernels has version 1; this library reads version {VERSION}$"):
         device.load_kernels(tmp_path / "kernels")
 
 
@@ -243,17 +139,15 @@ def test_kernels_without_one_of_their_header_are_refused(device: CudaDevice, sta
         device.load_kernels(tmp_path / "kernels")
 
 
-def test_kernel_with_another_parameter_is_refused(device: CudaDevice, standin: StandIn, tmp_path: Path) -> None:
-    change_header(standin, tmp_path / "kernels", "hidden:p", "concealed:p")
+@pytest.mark.parametrize("words", ["concealed:p", "hidden:i", "hidden:p more:i"])
+def test_node_refuses_a_kernel_with_other_parameters(
+    device: CudaDevice, standin: StandIn, tmp_path: Path, words: str
+) -> None:
+    """The session cannot be opened, so no run is needed to notice it."""
+    change_header(standin, tmp_path / "kernels", "hidden:p", words)
     device.load_kernels(tmp_path / "kernels")
-    with pytest.raises(Exception, match=r"CudaPick: pick\.float32 takes concealed:p at 1, not hidden:p"):
-        picking(device)
-
-
-def test_kernel_with_one_more_parameter_is_refused(device: CudaDevice, standin: StandIn, tmp_path: Path) -> None:
-    change_header(standin, tmp_path / "kernels", "hidden:p", "hidden:p more:i")
-    device.load_kernels(tmp_path / "kernels")
-    with pytest.raises(Exception, match=r"CudaPick: pick\.float32 takes 5 arguments, not 4"):
+    message = rf"CudaPick: pick\.float32 of .*kernels takes out:p {words} picks:p width:a, not out:p hidden:p picks:p"
+    with pytest.raises(Exception, match=message):
         picking(device)
 
 
@@ -262,6 +156,43 @@ def test_node_without_a_kernel_is_refused(device: CudaDevice, standin: StandIn, 
     device.load_kernels(tmp_path / "kernels")
     with pytest.raises(Exception, match=r"antiphon\.CudaPick: .*kernels has no kernel pick\.float32"):
         picking(device)
+
+
+def test_node_refuses_a_width_that_the_kernel_was_not_compiled_for(device: CudaDevice) -> None:
+    draw = Draw(8, torch.float32)
+    with pytest.raises(Exception, match=r"CudaPick: pick\.float32, width:a: 40 is no multiple of 16"):
+        picking(device, {"hidden": draw.states(5, 40)})
+
+
+def test_node_refuses_an_address_that_the_kernel_was_not_compiled_for(device: CudaDevice) -> None:
+    with pytest.raises(Exception, match=r"CudaPick: pick\.float32, picks:p: \d+ is no multiple of 16"):
+        picking(device, offset=4)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("CudaEmbed", {"positions": torch.zeros(3, dtype=torch.int32)}, "axis 0 of positions is 3; it must be 4"),
+        ("CudaAddNorm", {"residual": torch.zeros(3, 64)}, "axis 1 of residual is 64; it must be 48"),
+        ("CudaActivate", {"activation": "swish"}, "activation swish is unknown"),
+        ("CudaRotary", {"num_heads": 3}, "axis 1 of qkv is 288; it must be 432"),
+        ("CudaPackedAttention", {"num_heads": 5}, "axis 1 of qkv is 288; it must be 285"),
+        (
+            "CudaPackedAttention",
+            {"num_heads": 4, "bias_table": None, "slopes": None},
+            "width of a head is 24; it must be a multiple of 16 up to 256",
+        ),
+        ("CudaPagedWrite", {"layer": 2}, "layer is 2; the cache has no such layer"),
+        ("CudaPagedAttention", {"num_heads": 3}, "axis 3 of cache is 2; it must be 3"),
+        ("CudaPagedAttention", {"num_heads": 0}, "num_heads is 0; it must be 1 to "),
+        ("CudaPagedAttention", {"bias": torch.zeros(48)}, "axis 0 of bias is 48; it holds less than"),
+        ("CudaSample", {"positions": torch.zeros(2, dtype=torch.int32)}, "axis 0 of positions is 2; it must be 3"),
+    ],
+)
+def test_node_refuses_shapes_that_disagree(device: CudaDevice, name: str, changes: Arguments, message: str) -> None:
+    node, arguments = BY_NAME[name], ARGUMENTS[name](Draw(9, torch.float32)) | changes
+    with pytest.raises(Exception, match=rf"antiphon\.{name}: .*{message}"):
+        run_node(device, node, arguments, torch.float32, ones_of(node))
 
 
 def test_device_needs_a_driver() -> None:
@@ -281,14 +212,26 @@ def check(device: CudaDevice, node: Node, arguments: Arguments, dtype: torch.dty
     expected = expected if isinstance(expected, tuple) else (expected,)
     results = [each.name for each in results_of(node)]
     shapes = {name: (result.dtype, tuple(result.shape)) for name, result in zip(results, expected, strict=True)}
-    graph = DeviceGraph(device, one_node(node, arguments, dtype), shapes)
-    feed(graph, node, arguments)
-    graph.run()
+    graph = run_node(device, node, arguments, dtype, shapes)
     for name, result in zip(results, expected, strict=True):
         equal(graph.read(name), result)
     for given in node.inputs:
         if arguments[given.name] is not None:
             equal(graph.read(given.name), expected_arguments[given.name])
+
+
+def run_node(device: CudaDevice, node: Node, arguments: Arguments, dtype: torch.dtype, outputs: Outputs) -> DeviceGraph:
+    """Return a graph of one node that has run once."""
+    graph = DeviceGraph(device, one_node(node, arguments, dtype), outputs)
+    feed(graph, node, arguments)
+    graph.run()
+    return graph
+
+
+def ones_of(node: Node) -> Outputs:
+    """Return outputs of the right types and ranks, whose axes have size 1."""
+    kinds = {each.name: torch.int32 if each.kind == "int32" else torch.float32 for each in results_of(node)}
+    return {each.name: (kinds[each.name], (1,) * (each.axes.count(",") + 1)) for each in results_of(node)}
 
 
 def equal(ours: Tensor, expected: Tensor) -> None:
@@ -307,11 +250,13 @@ def function_of(node: Node) -> str:
     return re.sub(r"(?<!^)(?=[A-Z])", "_", node.name.removeprefix("Cuda")).lower()
 
 
-def picking(device: CudaDevice) -> DeviceGraph:
-    """Return a graph that has run once: a CudaPick in float32."""
-    arguments = pick_arguments(Draw(7, torch.float32))
-    graph = DeviceGraph(device, one_node(PICK, arguments, torch.float32), {"out": (torch.float32, (3, 48))})
-    feed(graph, PICK, arguments)
+def picking(device: CudaDevice, changes: Arguments | None = None, offset: int = 0) -> DeviceGraph:
+    """Return a graph that has run once: a CudaPick in float32. offset: of the picks, in bytes from aligned memory."""
+    arguments = pick_arguments(Draw(7, torch.float32)) | (changes or {})
+    shape = (3, arguments["hidden"].shape[1])
+    graph = DeviceGraph(device, one_node(PICK, arguments, torch.float32), {"out": (torch.float32, shape)})
+    graph.write("hidden", arguments["hidden"])
+    graph.write("picks", arguments["picks"], offset)
     graph.run()
     return graph
 

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from onnx import helper
 from torch import Tensor
 
 from antiphon.model.ops.cuda.driver import CudaDevice, CudaError, describe
-from tests.cuda.device_graphs import ONNX_TYPES, DeviceGraph, DeviceTensor, model_of
+from tests.cuda.device_graphs import ONNX_TYPES, DeviceGraph, DeviceTensor, model_of, restored
 from tests.cuda.standin.device import ARCHITECTURE, StandIn
 from tests.cuda.test_kernels import DTYPES, Draw
 
@@ -27,6 +27,12 @@ for name in ("libcudart.so.13", "libcuda.so.1"):
     ctypes.CDLL(str(Path(sys.argv[1]) / name), mode=ctypes.RTLD_GLOBAL)
 from antiphon.model.ops.cuda.driver import CudaDevice, describe
 """
+
+
+@pytest.fixture(autouse=True)
+def fresh(standin: StandIn, device: CudaDevice) -> Iterator[None]:
+    with restored(standin, device):
+        yield
 
 
 def test_device_describes_itself(device: CudaDevice) -> None:
@@ -121,22 +127,20 @@ def test_product_equals_torch(device: CudaDevice, standin: StandIn, dtype: torch
     left, right = draw.states(5, 24), draw.states(*((7, 24) if transposed else (24, 7)))
     node = helper.make_node("Gemm", ["left", "right"], ["product"], transB=int(transposed))
     graph = graph_of(device, node, {"left": left, "right": right}, {"product": (5, 7)})
+    before = standin.num_foreign_launches
     graph.run()
     expected = (left.float() @ (right.T if transposed else right).float()).to(dtype)
     torch.testing.assert_close(graph.read("product"), expected, atol=1e-5, rtol=torch.finfo(dtype).eps)
-    assert standin.num_foreign_launches == 0
+    assert standin.num_foreign_launches == before
 
 
-def test_kernel_that_is_not_ours_is_refused_and_counted(loaded_standin: StandIn, loaded_device: CudaDevice) -> None:
-    """Without the fixture `standin`, which refuses such kernels."""
-    loaded_device.load_kernels(loaded_standin.kernels)
-    before = loaded_standin.num_foreign_launches
+def test_kernel_that_is_not_ours_is_refused_and_counted(standin: StandIn, device: CudaDevice) -> None:
+    before = standin.num_foreign_launches
     node = helper.make_node("Add", ["left", "right"], ["sum"])
-    inputs = {name: torch.ones(3, 4) for name in ("left", "right")}
-    graph = graph_of(loaded_device, node, inputs, {"sum": (3, 4)})
+    graph = graph_of(device, node, {name: torch.ones(3, 4) for name in ("left", "right")}, {"sum": (3, 4)})
     with pytest.raises(Exception, match="cudaErrorOfTheStandIn"):
         graph.run()
-    assert loaded_standin.num_foreign_launches > before
+    assert standin.num_foreign_launches > before
 
 
 def graph_of(

@@ -1,9 +1,9 @@
 """File of the compiled kernels of one architecture. Knows neither Triton nor CUDA.
 
 The file starts with a text header: a line `antiphon-kernels VERSION ARCHITECTURE COUNT`, a line for each variant
-`NAME WARPS SHARED_BYTES OFFSET SIZE PARAMETER...` with parameters as `name:kind` (p pointer, i int32, f float32), and
-an empty line. The images follow; OFFSET counts from the end of the header. The launcher passes arguments by these
-names.
+`NAME WARPS SHARED_BYTES OFFSET SIZE PARAMETER...` with parameters as `name:kind` (p address, i int32, a int32 that is a
+multiple of 16, f float32), and an empty line. The images follow; OFFSET counts from the end of the header. The launcher
+refuses a kernel with other parameters than its own operators have.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from antiphon.model.ops.cuda.kernel_list import Parameter, Variant, variants
 
-VERSION = 1
+VERSION = 2
 FOLDER = Path(__file__).with_name("compiled")
 _KINDS = {"i32": "i", "fp32": "f"}
 
@@ -60,4 +60,6 @@ def read_library(path: Path) -> list[Image]:
 
 def kind_of(given: Parameter) -> str:
     """Return the letter of a parameter's kind in the header."""
-    return "p" if given.is_pointer else _KINDS[given.type]
+    if given.is_pointer:
+        return "p"
+    return "a" if given.is_aligned else _KINDS[given.type]

@@ -126,8 +126,9 @@ OrtStatus* BuildDomain(const OrtApi* api, OrtCustomOpDomain** out) {
   if (domain == nullptr) {
     std::vector<const OrtCustomOp*> operators = AllOperators();
     if (is_gpu) {
-      const std::vector<const OrtCustomOp*> further = antiphon::CudaOperators();
-      operators.insert(operators.end(), further.begin(), further.end());
+      for (const auto& family : {antiphon::CudaRowOperators(), antiphon::CudaAttentionOperators()}) {
+        operators.insert(operators.end(), family.begin(), family.end());
+      }
     }
     if (OrtStatus* failed = NewDomain(api, operators, &domain)) return failed;
   }

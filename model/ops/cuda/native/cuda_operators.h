@@ -7,7 +7,8 @@
 
 namespace antiphon {
 
-// One registration for each node and element type.
-std::vector<const OrtCustomOp*> CudaOperators();
+// One registration for each node and element type. Their constructors need a loaded KernelLibrary.
+std::vector<const OrtCustomOp*> CudaRowOperators();
+std::vector<const OrtCustomOp*> CudaAttentionOperators();
 
 }  // namespace antiphon

@@ -3,69 +3,62 @@
 
 #include <array>
 #include <cstdint>
+#include <initializer_list>
 #include <map>
-#include <memory>
 #include <mutex>
 #include <string>
-#include <vector>
 
 #include "cuda_driver.h"
 
 namespace antiphon {
 
-// Arguments of a launch by the names of the kernel's parameters.
-class LaunchArguments {
- public:
-  LaunchArguments& Pointer(const char* name, const void* value);
-  // Throws CudaError if the value does not fit 32 bits.
-  LaunchArguments& Int(const char* name, int64_t value);
-  LaunchArguments& Float(const char* name, float value);
+// One value of a launch. Made implicitly, so that a launch lists its values as a call does.
+struct Argument {
+  Argument(const void* address) : is_address(true), is_float(false), address(address) {}
+  Argument(int64_t number) : is_address(false), is_float(false), number(number) {}
+  Argument(float value) : is_address(false), is_float(true), value(value) {}
 
-  struct Argument {
-    const char* name;
-    char kind;  // as in the file: p, i, f
-    uint64_t bits;
+  bool is_address, is_float;
+  union {
+    const void* address;
+    int64_t number;
+    float value;
   };
-  const std::vector<Argument>& all() const { return arguments_; }
-
- private:
-  LaunchArguments& Add(const char* name, char kind, const void* value, size_t bytes);
-
-  std::vector<Argument> arguments_;
 };
 
 using Grid = std::array<int64_t, 3>;
 
 class KernelLibrary {
  public:
+  static constexpr size_t kMostArguments = 32;
+
   // Reads a file for the architecture of a device. Throws CudaError, which names the file and what is wrong.
   KernelLibrary(const std::string& path, int ordinal);
 
-  // Launches a variant. Throws CudaError if there is no such variant, if an argument is missing, has another kind or
-  // is unknown, or if the driver refuses. A grid with a size of 0 is no launch.
-  void Launch(const std::string& variant, const Grid& grid, const LaunchArguments& arguments, CudaHandle stream);
+  // Throws CudaError unless there are variants of a kernel, `embed.float16` for instance, and all of them take these
+  // parameters: words `name:kind` with a space between them, as in the file.
+  void Require(const std::string& kernel, const std::string& parameters) const;
 
-  // Throws CudaError unless there is such a variant.
-  void Require(const std::string& variant) const { Find(variant); }
+  // Launches a variant with values in the order of its parameters. Throws CudaError if there is no such variant, if a
+  // value does not suit its parameter, or if the driver refuses. A grid with a size of 0 is no launch.
+  void Launch(const std::string& variant, const Grid& grid, std::initializer_list<Argument> arguments,
+              CudaHandle stream);
 
   int multiprocessors() const { return multiprocessors_; }
 
  private:
-  struct Parameter {
-    std::string name;
-    char kind;
-  };
   struct Kernel {
     int num_warps = 0;
     int shared_bytes = 0;
     size_t offset = 0;
     size_t size = 0;
-    std::vector<Parameter> parameters;
+    std::string parameters;
+    std::string kinds;              // the letter of each parameter
     CudaHandle function = nullptr;  // null until the first launch
   };
 
   void ReadHeader(const std::string& header);
-  const Kernel& Find(const std::string& variant) const;
+  void ReadKernel(const std::string& line);
   CudaHandle Loaded(const std::string& variant, Kernel* kernel);
 
   std::string path_;
@@ -77,7 +70,7 @@ class KernelLibrary {
 
 // The library of this process; nullptr before one was loaded.
 KernelLibrary* LoadedKernels();
-// Replaces it; kernels of an earlier library stay loaded, because captured graphs use them.
+// Replaces it for nodes that are created from now on. Earlier ones stay in memory, because nodes and graphs use them.
 void LoadKernels(const std::string& path, int ordinal);
 
 }  // namespace antiphon
