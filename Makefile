@@ -33,7 +33,7 @@ endif
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup serve watch test test-cuda cuda-tools kernels oip-clients deploy-tools soak sanitize reliability crowd endurance abuse \
+.PHONY: help setup serve watch test test-cuda cuda-tools kernels gpu-bench oip-clients deploy-tools soak sanitize reliability crowd endurance abuse \
 	overload faults balancing balancing-bench fuzz lint stubs wheel image image-base image-check alerts-check lock clean
 
 help: ## Show this list.
@@ -60,6 +60,9 @@ cuda-tools: $(CUDA)/.installed ## Create .venv-cuda: Triton and onnxruntime-gpu,
 
 kernels: cuda-tools ## Compile the kernels for GPUs: model/ops/cuda/compiled/. ARGS="--architecture 90"
 	@PYTHONPATH=protos:. $(CUDA)/bin/python -m antiphon.model.ops.cuda.compile_kernels $(ARGS)
+
+gpu-bench: kernels ## Measure an NVIDIA GPU: one JSON file a part in runs/gpu. ARGS="--shape base"
+	@PYTHONPATH=protos:. $(CUDA)/bin/python -m antiphon.service.tools.bench.gpu --folder runs/gpu $(ARGS)
 
 oip-clients: $(OIP_CLIENTS)/.installed ## Create .venv-oip-clients: published clients of the Open Inference Protocol, for tests.
 

@@ -28,6 +28,9 @@ from antiphon.service.runtime.runner import EncodeReport
 RUN_TOKENS = 4096
 """Tokens of one pass, unless one source has more. A pass of them takes as long as a few steps of many rows."""
 
+# Distance of the outputs `written.LAYER`: kernels take addresses that are multiples of 16.
+_WRITTEN_BYTES = 16
+
 Arrays = dict[str, NDArray[Any]]
 
 
@@ -45,7 +48,7 @@ class CudaEncoder:
         self._num_written = model.decoder_layers if pool is not None else 0
         self._transfer = _Transfer(device)
         self._states: DeviceMemory | None = None
-        self._written = device.allocate(max(1, self._num_written) * 4)
+        self._written = device.allocate(max(1, self._num_written) * _WRITTEN_BYTES)
 
     def run(
         self,
@@ -131,7 +134,7 @@ class CudaEncoder:
             self._states = self._device.allocate(needed)
         bound.bind_output("memory", element, (num_tokens, width), self._states.address)
         for layer in range(self._num_written):
-            bound.bind_output(f"written.{layer}", np.int32, (1,), self._written.address + 4 * layer)
+            bound.bind_output(f"written.{layer}", np.int32, (1,), self._written.address + _WRITTEN_BYTES * layer)
         if self._pool is not None:
             bound.bind_input("cache", self._pool.element, self._pool.shape, self._pool.address)
         self._graph.run(bound)

@@ -34,7 +34,7 @@ class CudaRunner:
 
     device: with loaded kernels. num_blocks: size of the pool; None is enough for max_rows of the longest sequences, as
     far as the device has memory for them. memory_limit_bytes: maximum memory of ONNX Runtime for each graph, weights
-    and workspace together.
+    and workspace together. captures, goes_ahead: False to measure steps without CUDA graphs, or without steps ahead.
     Raises GraphError, BundleError (no cuda graphs of this precision) or CudaError.
     """
 
@@ -50,6 +50,7 @@ class CudaRunner:
         precision: Precision | None = None,
         num_blocks: int | None = None,
         memory_limit_bytes: int | None = None,
+        captures: bool = True,
         goes_ahead: bool = True,
     ) -> None:
         model, graphs = bundle.manifest.model, bundle.graph_set(precision, "cuda")
@@ -68,7 +69,11 @@ class CudaRunner:
         self.workspace = Workspace(is_own=True)  # of the processor, which computes nothing
         opened = {
             part: CudaGraph(
-                bundle.file(name), part, device, captures=part == "decoder", memory_limit_bytes=memory_limit_bytes
+                bundle.file(name),
+                part,
+                device,
+                captures=captures and part == "decoder",
+                memory_limit_bytes=memory_limit_bytes,
             )
             for part, name in (("encoder", graphs.encoder), ("decoder", graphs.decoder))
             if name is not None

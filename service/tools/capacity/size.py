@@ -11,6 +11,7 @@ from antiphon.service.domain.limits import EngineLimits
 from antiphon.service.server.settings import SHIPPED_BUNDLE
 from antiphon.service.tools.capacity.ranges import add_limit_flag, number, whole
 from antiphon.service.tools.capacity.replicas import CapacityError, Demand, ServiceRate, read_load_result
+from antiphon.service.tools.capacity.sizing import device_memory
 from antiphon.service.tools.capacity.sizing.kustomize import component
 from antiphon.service.tools.capacity.sizing.size_report import as_json, as_text
 from antiphon.service.tools.capacity.sizing.sizing import SIZED_LIMITS, Lengths, Replica, Sizing, open_profiled, size
@@ -99,6 +100,12 @@ def _add_replica_flags(group: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="processes that divide the cores; auto: by cores and size of the model (default: %(default)s)",
     )
+    group.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="cuda: print the memory of a GPU that the bundle's cuda graphs need (default: %(default)s)",
+    )
     for name in SIZED_LIMITS:
         add_limit_flag(group, name, help_text="(default: %(default)s)")
 
@@ -106,6 +113,9 @@ def _add_replica_flags(group: argparse._ArgumentGroup) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print a sizing and return the exit code."""
     try:
+        if arguments.device == "cuda":
+            _print_device_memory(arguments)
+            return 0
         sizing = _sized(arguments)
         if arguments.kustomize is not None:
             _write(arguments.kustomize, component(sizing, _command(arguments)))
@@ -115,6 +125,15 @@ def run(arguments: argparse.Namespace) -> int:
     if str(arguments.kustomize) != "-":
         print(json.dumps(as_json(sizing), indent=2) if arguments.json else as_text(sizing))
     return 0
+
+
+def _print_device_memory(arguments: argparse.Namespace) -> None:
+    """Print the memory of a GPU. Raises CapacityError for flags that have no meaning there."""
+    if arguments.rate is not None or arguments.kustomize is not None:
+        raise CapacityError("--device cuda prints the memory of one GPU; leave out --rate and --kustomize")
+    lengths = Lengths(source=arguments.source_tokens, target=arguments.target_tokens)
+    memory = device_memory.device_memory_of(arguments.bundle, arguments.max_num_seqs, lengths)
+    print(json.dumps(device_memory.as_json(memory), indent=2) if arguments.json else device_memory.as_text(memory))
 
 
 def _sized(arguments: argparse.Namespace) -> Sizing:

@@ -139,3 +139,11 @@ def test_load_config_ignores_variables_that_are_not_settings(monkeypatch: pytest
     """Kubernetes sets ANTIPHON_SERVICE_HOST in every pod beside a Service named antiphon."""
     monkeypatch.setenv("ANTIPHON_SERVICE_HOST", "10.0.0.1")
     assert load().host == "127.0.0.1"
+
+
+def test_load_config_refuses_workers_beside_a_gpu() -> None:
+    with pytest.raises(ConfigError, match="workers is 2 and device is cuda; one process serves a GPU"):
+        load("--device", "cuda", "--workers", "2")
+    assert load("--device", "auto", "--workers", "auto").device == "auto"
+    with pytest.raises(ConfigError, match=r"device \(from --device\) is 'gpu'; it must be one of cpu, cuda, auto"):
+        load("--device", "gpu")

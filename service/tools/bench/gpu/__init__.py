@@ -1,0 +1,1 @@
+"""Benchmark of an NVIDIA GPU: `make gpu-bench`."""
