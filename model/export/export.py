@@ -89,7 +89,7 @@ def export_bundle(
         work.chmod(0o755)
         graphs = write_graphs(checkpoint.model, work, precisions, lowerings, cache, explain=explain)
         _verify(checkpoint.model, work, graphs)
-        _add_metadata(checkpoint, work, graphs, name)
+        add_metadata(checkpoint, work, graphs, name)
         manifest = load_bundle(work).manifest
         if target.exists():
             shutil.rmtree(target)
@@ -266,7 +266,7 @@ def _set_cache_type(model: ir.Model, cache: CacheType) -> None:
     pool.type = ir.TensorType(ir.DataType.FLOAT16 if cache == "float16" else ir.DataType.FLOAT)
 
 
-def _add_metadata(checkpoint: Checkpoint, directory: Path, graphs: Sequence[GraphSet], name: str) -> None:
+def add_metadata(checkpoint: Checkpoint, directory: Path, graphs: Sequence[GraphSet], name: str) -> None:
     """Add the tokenizer, the notice and the manifest to the graphs."""
     for file in checkpoint.text.files:
         shutil.copyfile(checkpoint.text_folder / file, directory / file)

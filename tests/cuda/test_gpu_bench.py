@@ -17,7 +17,14 @@ def test_every_part_writes_its_figures(tmp_path: Path, device: CudaDevice) -> No
     run(
         device,
         argparse.Namespace(
-            folder=tmp_path, shape="tiny", rows=[1], sources=[5], steps=2, copy_bytes=1 << 16, budget_s=1e9
+            folder=tmp_path,
+            part=["bandwidth", "parity", "decode", "switches"],
+            shape="tiny",
+            rows=[1],
+            sources=[5],
+            steps=2,
+            copy_bytes=1 << 16,
+            budget_s=1e9,
         ),
     )
     figures = {path.stem: json.loads(path.read_text())[path.stem] for path in tmp_path.glob("*.json")}

@@ -34,7 +34,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def is_built(name: str) -> bool:
     """Return whether the build writes this file beside the sources."""
-    return "_pb2" in name or name.endswith((".so", ".pyc"))
+    return "_pb2" in name or name.endswith((".so", ".pyc", ".bin"))
 
 
 def packaged_sources() -> Iterator[str]:
@@ -43,7 +43,7 @@ def packaged_sources() -> Iterator[str]:
         # rglob does not follow the symlinks to the other two packages.
         for path in (ROOT / folder).rglob("*"):
             name = path.relative_to(ROOT / folder).as_posix()
-            if path.is_file() and not is_built(name) and not name.startswith("ops/native/"):
+            if path.is_file() and not is_built(name) and not name.startswith(("ops/native/", "ops/cuda/native/")):
                 yield f"{package}/{name}"
 
 

@@ -1,6 +1,6 @@
 """Nodes of the graphs that run on an NVIDIA GPU: the one place that lists their inputs, attributes and outputs.
 
-The lowering writes these nodes, the native library launches a kernel for each, and docs/GPU.md lists them. Biases of
+The lowering writes these nodes, and the native library launches kernels for them (docs/GPU.md). Biases of
 products are inputs of the node that reads the product, because a product with a bias costs a kernel of its own in ONNX
 Runtime. Products themselves are ONNX `Gemm`. Torch-free.
 

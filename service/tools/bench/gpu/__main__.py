@@ -21,7 +21,7 @@ from antiphon.model.ops.cuda.driver import CudaDevice
 from antiphon.model.ops.cuda.library_file import FOLDER
 from antiphon.service.runtime.cuda.open_device import DeviceError, open_device
 from antiphon.service.tools.bench.gpu.models import SHAPES
-from antiphon.service.tools.bench.gpu.parts import Parts, Plan
+from antiphon.service.tools.bench.gpu.parts import PARTS, Parts, Plan
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -29,6 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, required=True, help="where to write the figures")
     parser.add_argument("--shape", choices=SHAPES, default="bart-large")
+    parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS), help="default: all, in this order")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 64, 128, 256])
     parser.add_argument("--sources", type=int, nargs="+", default=[350, 64, 512, 1024], help="lengths in tokens")
     parser.add_argument("--steps", type=int, default=128, help="tokens that each row decodes")
@@ -54,11 +55,12 @@ def run(device: CudaDevice, args: argparse.Namespace) -> None:
     args.folder.mkdir(parents=True, exist_ok=True)
     began_s = time.monotonic()
     with tempfile.TemporaryDirectory() as work:
-        for name, part in Parts(device, plan, Path(work)).in_order.items():
+        parts = Parts(device, plan, Path(work))
+        for name in args.part:
             if time.monotonic() - began_s > args.budget_s:
                 print(f"gpu-bench: no time left for {name}", file=sys.stderr)
                 break
-            _write(args.folder / f"{name}.json", {"device": device.description().name, name: part()})
+            _write(args.folder / f"{name}.json", {"device": device.description().name, name: parts.run(name)})
 
 
 def _write(path: Path, figures: dict[str, Any]) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from antiphon.model.bundle.manifest import Bundle, Lowering, Manifest, Precision
+from antiphon.model.bundle.manifest import Bundle, Lowering, Precision, load_bundle
+from antiphon.model.checkpoints.checkpoint import load_checkpoint, save_checkpoint, weights_of
 from antiphon.model.config import ModelConfig, preset
-from antiphon.model.export.export import write_graphs
-from antiphon.model.text.format import TextFormat
-from antiphon.model.transformer.random_model import random_transformer
+from antiphon.model.export.export import add_metadata, write_graphs
+from antiphon.service.tools.bench.make_models import pair_tokenizer, random_model
 
 BART_LARGE: dict[str, object] = dict(
     vocab_size=50265, d_model=1024, encoder_layers=12, decoder_layers=12, num_heads=16, d_ff=4096, activation="gelu",
@@ -21,21 +21,19 @@ SHAPES = ("bart-large", "base", "big", "tiny")
 
 
 def shape_of(name: str) -> ModelConfig:
-    """Return `bart-large`, or a preset of the paper; `tiny` with heads wide enough for the kernels."""
+    """Return `bart-large`, or a preset of the paper; `tiny` with heads and a vocabulary large enough."""
     if name == "bart-large":
         return ModelConfig.model_validate(BART_LARGE)
-    return preset(name, **(dict(num_heads=2) if name == "tiny" else {}))
+    return preset(name, **(dict(num_heads=2, vocab_size=320) if name == "tiny" else {}))
 
 
 def random_bundle(name: str, precisions: Sequence[Precision], lowerings: Sequence[Lowering], folder: Path) -> Bundle:
-    """Write the graphs of a random model of a shape into an empty folder; it has no tokenizer. Verifies nothing."""
-    model = random_transformer(shape_of(name))
-    graphs = write_graphs(model, folder, precisions, lowerings)
-    manifest = Manifest(
-        name=f"random-{name}",
-        model=model.config,
-        text=TextFormat(template=("$text",)),
-        graphs=tuple(graphs),
-        files={},
-    )
-    return Bundle(path=folder, manifest=manifest)
+    """Write a bundle of a shape whose greedy targets never end. Its graphs are not compared with the model."""
+    config, checkpoint, bundle = shape_of(name), folder / "checkpoint", folder / "bundle"
+    bundle.mkdir(parents=True)
+    tokenizer = pair_tokenizer(config.vocab_size)
+    save_checkpoint(checkpoint, config=config, weights=weights_of(random_model(config)), tokenizer=tokenizer)
+    loaded = load_checkpoint(checkpoint)
+    graphs = write_graphs(loaded.model, bundle, precisions, lowerings)
+    add_metadata(loaded, bundle, graphs, f"random-{name}")
+    return load_bundle(bundle)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,14 +13,19 @@ from typing import Any
 
 import numpy as np
 
-from antiphon.model.bundle.manifest import Bundle
+from antiphon.model.bundle.manifest import Bundle, Lowering
 from antiphon.model.ops.cuda.driver import CudaDevice
 from antiphon.service.runtime.cuda.runner import CudaRunner
 from antiphon.service.runtime.native_runner import NativeRunner
+from antiphon.service.tools.bench.gpu.beside import generate_with_transformers, serve_streams
 from antiphon.service.tools.bench.gpu.decoding import Load, bytes_of_step, decode
-from antiphon.service.tools.bench.gpu.models import random_bundle
+from antiphon.service.tools.bench.gpu.models import random_bundle, shape_of
+from antiphon.service.tools.bench.report import BenchFailure
 
 _COPIES = 10
+_STREAMS = 64
+PARTS = ("bandwidth", "parity", "decode", "switches", "generate", "streams", "sanitizer")
+"""Names of the parts, the most valuable first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,15 +49,10 @@ class Parts:
         self._bundle: Bundle | None = None
         self._bytes_per_s = 0.0
 
-    @property
-    def in_order(self) -> dict[str, Callable[[], Any]]:
-        """Return the parts by name, the most valuable first."""
-        return {
-            "bandwidth": self.bandwidth,
-            "parity": self.parity,
-            "decode": self.decode,
-            "switches": self.switches,
-        }
+    def run(self, name: str) -> Any:
+        """Run the part of PARTS with this name and return its figures."""
+        part: Callable[[], Any] = getattr(self, name)
+        return part()
 
     def bandwidth(self) -> dict[str, float]:
         """Copy inside the device: bytes read and written per second."""
@@ -67,9 +70,8 @@ class Parts:
 
     def parity(self) -> dict[str, Any]:
         """Return how many greedy tokens of each precision equal those of the processor in float32."""
-        folder = self._folder / "parity"
-        folder.mkdir()
-        bundle = random_bundle("tiny", ("float32", "bfloat16", "float16"), ("native", "cuda"), folder)
+        lowerings: tuple[Lowering, ...] = ("native", "cuda")
+        bundle = random_bundle("tiny", ("float32", "bfloat16", "float16"), lowerings, self._folder / "parity")
         load = Load(rows=4, source_len=20, num_steps=min(16, self._plan.num_steps))
         _, expected = decode(NativeRunner(bundle, max_rows=4, threads=1, precision="float32"), load)
         shares = {}
@@ -94,6 +96,48 @@ class Parts:
             for rows in (min(self._plan.rows), max(self._plan.rows))
             for one in settings
         ]
+
+    def generate(self) -> list[dict[str, Any]] | str:
+        """Measure transformers.generate request by request and in static batches; or return what is missing for it."""
+        try:
+            return generate_with_transformers(
+                shape_of(self._plan.shape),
+                self._sources(_STREAMS),
+                self._plan.num_steps,
+                device="cuda",
+                batches=(1, _STREAMS),
+            )
+        except (ImportError, RuntimeError, AssertionError) as error:  # no transformers; no CUDA in this torch
+            return str(error)
+
+    def streams(self) -> dict[str, Any] | str:
+        """Measure streams of clients over gRPC; or return the reason why the server could not be measured."""
+        num_streams = 2 * _STREAMS
+        try:
+            return serve_streams(
+                self._made().path,
+                self._sources(2 * num_streams),
+                self._plan.num_steps,
+                device="cuda",
+                streams=num_streams,
+            )
+        except BenchFailure as error:
+            return str(error)
+
+    def sanitizer(self) -> str:
+        """Run the part `parity` under compute-sanitizer and return its last line; or that it is missing."""
+        program = shutil.which("compute-sanitizer")
+        if program is None:
+            return "compute-sanitizer is not on PATH"
+        module = ("-m", "antiphon.service.tools.bench.gpu", "--part", "parity", "--shape", "tiny", "--steps", "4")
+        command = (program, "--error-exitcode", "1", sys.executable, *module, "--folder", str(self._folder / "checked"))
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        return (done.stdout.strip().splitlines() or [done.stderr.strip()])[-1]
+
+    def _sources(self, count: int) -> list[list[int]]:
+        vocab_size, length = shape_of(self._plan.shape).vocab_size, self._plan.source_lens[0]
+        drawn: list[list[int]] = np.random.default_rng(0).integers(4, vocab_size, (count, length)).tolist()
+        return drawn
 
     def _measured(self, load: Load, **settings: bool) -> dict[str, Any]:
         bundle = self._made()
@@ -122,7 +166,5 @@ class Parts:
 
     def _made(self) -> Bundle:
         if self._bundle is None:
-            folder = self._folder / "model"
-            folder.mkdir()
-            self._bundle = random_bundle(self._plan.shape, ("bfloat16",), ("cuda",), folder)
+            self._bundle = random_bundle(self._plan.shape, ("bfloat16",), ("cuda",), self._folder / "model")
         return self._bundle

@@ -1,0 +1,35 @@
+"""The other sides of the GPU benchmark, on the processor: `transformers.generate`, and clients of a server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from antiphon.model.config import ModelConfig
+from antiphon.service.tools.bench.gpu.beside import generate_with_transformers, serve_streams
+from antiphon.service.tools.bench.gpu.models import BART_LARGE, random_bundle, shape_of
+
+SOURCES = [[5, 6, 7, 8], [9, 10, 11, 12], [13, 14, 15, 16]]
+
+
+def test_transformers_generate_is_measured_for_every_batch() -> None:
+    figures = generate_with_transformers(shape_of("tiny"), SOURCES, 3, device="cpu", batches=(1, 2))
+    assert [one["batch"] for one in figures] == [1, 2]
+    assert all(one["tokens_per_s"] > 0 for one in figures)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_streams_of_a_server_are_measured(tmp_path: Path) -> None:
+    bundle = random_bundle("tiny", ("float32",), ("native",), tmp_path)
+    figures = serve_streams(bundle.path, SOURCES, 4, device="cpu", streams=2)
+    assert (figures["streams"], figures["sources"]) == (2, 3)
+    assert figures["tokens_per_s"] > 0
+
+
+def test_the_shape_of_bart_large_has_its_number_of_weights() -> None:
+    config = ModelConfig.model_validate(BART_LARGE)
+    attention, feed_forward = 4 * config.d_model**2, 2 * config.d_model * config.d_ff
+    layers = config.encoder_layers * (attention + feed_forward) + config.decoder_layers * (2 * attention + feed_forward)
+    tables = (config.vocab_size + config.max_source_len + config.max_target_len) * config.d_model
+    assert (layers + tables) / 406e6 == pytest.approx(1, abs=0.01)
