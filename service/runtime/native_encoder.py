@@ -19,6 +19,15 @@ from antiphon.model.bundle.manifest import MemoryFit
 from antiphon.model.config import ModelConfig
 from antiphon.model.ops.cache_geometry import BLOCK_SIZE, blocks_for
 from antiphon.model.ops.workspace import Workspace
+from antiphon.service.runtime.packed_sources import (
+    check_table_lens,
+    checked_lengths,
+    offsets_of,
+    parts_of,
+    positions_of,
+    tables_of,
+    types_of,
+)
 from antiphon.service.runtime.runner import EncodeReport
 
 # Activations of more tokens do not fit the cores' caches: 25 us per token at 512, 35 at 2,048 (base model, 2 cores).
@@ -59,17 +68,19 @@ class NativeEncoder:
         type_ids: token types of each source; empty if all are 0. Raises ValueError if a source does not fit its
         table or its types, GraphError if the graph fails.
         """
-        lengths = self._checked_lengths(sources, block_tables)
+        lengths = checked_lengths(sources, self._model.max_source_len)
+        if self._cache is not None:
+            check_table_lens(block_tables, lengths)
         num_tokens = int(lengths.sum())
         memory = np.empty((num_tokens, self._model.d_model), np.float32) if keep_memory or self._cache is None else None
         peaks, largest, first = [], 0, 0
-        for part in _parts(lengths.tolist()):
+        for part in parts_of(lengths.tolist(), RUN_TOKENS):
             end = first + int(lengths[part].sum())
             inputs = self._packed(sources[part], lengths[part])
             if self._cache is not None:
-                inputs |= {"block_tables": self._tables(block_tables[part]), "cache": self._cache}
+                inputs |= {"block_tables": tables_of(block_tables[part], self._table_width), "cache": self._cache}
             elif self._model.token_types:
-                inputs["type_ids"] = _types(type_ids[part], lengths[part])
+                inputs["type_ids"] = types_of(type_ids[part], lengths[part])
             peaks.append(self._measured(inputs, None if memory is None else memory[first:end]))
             largest, first = max(largest, end - first), end
         return EncodeReport(
@@ -83,13 +94,10 @@ class NativeEncoder:
         )
 
     def _packed(self, sources: Sequence[Sequence[int]], lengths: NDArray[np.int64]) -> Arrays:
-        offsets = np.zeros(len(sources) + 1, np.int32)
-        np.cumsum(lengths, out=offsets[1:])
-        num_tokens = int(offsets[-1])
         return {
-            "input_ids": np.fromiter(chain.from_iterable(sources), np.int64, num_tokens),
-            "positions": np.arange(num_tokens, dtype=np.int32) - np.repeat(offsets[:-1], lengths),
-            "offsets": offsets,
+            "input_ids": np.fromiter(chain.from_iterable(sources), np.int64, int(lengths.sum())),
+            "positions": positions_of(lengths),
+            "offsets": offsets_of(lengths),
         }
 
     def _measured(self, inputs: Arrays, memory: NDArray[np.float32] | None) -> int:
@@ -100,43 +108,3 @@ class NativeEncoder:
         before = self._workspace.reset_peak().in_use_bytes
         self._graph.run_bound(self._graph.bind(inputs, outputs))
         return self._workspace.stats().peak_bytes - before
-
-    def _checked_lengths(
-        self, sources: Sequence[Sequence[int]], block_tables: Sequence[Sequence[int]]
-    ) -> NDArray[np.int64]:
-        longest = self._model.max_source_len
-        lengths = np.array([len(source) for source in sources], np.int64)
-        if not len(lengths) or lengths.min() < 1 or lengths.max() > longest:
-            raise ValueError(f"source lengths are {lengths.tolist()}; each must be 1 to {longest}")
-        table_lens = [len(table) for table in block_tables]
-        if self._cache is not None and table_lens != (-(-lengths // BLOCK_SIZE)).tolist():
-            raise ValueError(f"sources of {lengths.tolist()} tokens cannot fill tables of {table_lens} blocks")
-        return lengths
-
-    def _tables(self, block_tables: Sequence[Sequence[int]]) -> NDArray[np.int32]:
-        tables = np.zeros((len(block_tables), self._table_width), np.int32)
-        for row, blocks in enumerate(block_tables):
-            tables[row, : len(blocks)] = blocks
-        return tables
-
-
-def _types(type_ids: Sequence[Sequence[int]], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the token types of packed sources; 0 for sources without types."""
-    types = np.zeros(int(lengths.sum()), np.int64)
-    first = 0
-    for length, given in zip(lengths.tolist(), type_ids, strict=False):
-        if given:
-            types[first : first + length] = given
-        first += length
-    return types
-
-
-def _parts(lengths: Sequence[int]) -> list[slice]:
-    """Return the neighbouring sources of each forward pass: at most RUN_TOKENS tokens together, or one source."""
-    parts, first, num_tokens = [], 0, 0
-    for index, length in enumerate(lengths):
-        if num_tokens and num_tokens + length > RUN_TOKENS:
-            parts.append(slice(first, index))
-            first, num_tokens = index, 0
-        num_tokens += length
-    return [*parts, slice(first, len(lengths))]

@@ -13,7 +13,7 @@ from typing import Any
 
 from antiphon.model.ops.cuda.kernel_list import ARCHITECTURES, ELEMENT_TYPES, KERNELS, Kernel, Variant, variants
 from antiphon.model.ops.cuda.library_file import FOLDER, Image, library_name, write_library
-from antiphon.model.ops.cuda.resource_usage import check_budget, usage_of
+from antiphon.model.ops.cuda.resource_usage import BudgetError, check_budget, usage_of
 
 _WARP = 32
 
@@ -34,6 +34,8 @@ def compile_variant(variant: Variant, architecture: int) -> Image:
     options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages, "enable_fp_fusion": True}
     compiled = triton.compile(source, target=GPUTarget("cuda", architecture, _WARP), options=options)
     metadata: Any = compiled.metadata
+    if metadata.global_scratch_size or metadata.profile_scratch_size:
+        raise BudgetError(f"{variant.name} needs scratch memory, which the launcher does not give")
     check_budget(variant.name, usage_of(compiled.asm["cubin"], metadata.shared), architecture)
     return Image(
         variant=variant, code=compiled.asm["cubin"], num_warps=metadata.num_warps, shared_bytes=metadata.shared

@@ -17,12 +17,21 @@ from numpy.typing import NDArray
 
 from antiphon.model.bundle.manifest import Precision
 from antiphon.model.config import ModelConfig
-from antiphon.model.ops.cache_geometry import BLOCK_SIZE, blocks_for
+from antiphon.model.ops.cache_geometry import blocks_for
 from antiphon.model.ops.cuda.driver import CudaDevice, DeviceMemory
 from antiphon.model.ops.cuda.nodes import TILE
 from antiphon.service.runtime.cuda.cuda_graph import CudaGraph, bytes_of, element_of
 from antiphon.service.runtime.cuda.decoder import Pool
 from antiphon.service.runtime.cuda.step_layout import Layout
+from antiphon.service.runtime.packed_sources import (
+    check_table_lens,
+    checked_lengths,
+    offsets_of,
+    parts_of,
+    positions_of,
+    tables_of,
+    types_of,
+)
 from antiphon.service.runtime.runner import EncodeReport
 
 RUN_TOKENS = 4096
@@ -65,7 +74,7 @@ class CudaEncoder:
         """
         lengths = self._checked(sources, block_tables)
         memory = []
-        for part in parts_of(lengths.tolist()):
+        for part in parts_of(lengths.tolist(), RUN_TOKENS):
             arrays = self._packed(sources[part], block_tables[part], type_ids[part], lengths[part])
             num_tokens = int(lengths[part].sum())
             states = self._launch(arrays, num_tokens)
@@ -84,15 +93,14 @@ class CudaEncoder:
         )
 
     def _checked(self, sources: Sequence[Sequence[int]], block_tables: Sequence[Sequence[int]]) -> NDArray[np.int64]:
-        longest, vocab_size = self._model.max_source_len, self._model.resolved_source_vocab_size
-        lengths = np.array([len(source) for source in sources], np.int64)
-        if not len(lengths) or lengths.min() < 1 or lengths.max() > longest:
-            raise ValueError(f"source lengths are {lengths.tolist()}; each must be 1 to {longest}")
+        lengths = checked_lengths(sources, self._model.max_source_len)
+        vocab_size = self._model.resolved_source_vocab_size
         lowest, highest = min(map(min, sources)), max(map(max, sources))
         if lowest < 0 or highest >= vocab_size:
             raise ValueError(f"source tokens are {lowest} to {highest}; they must be 0 to {vocab_size - 1}")
         if self._pool is not None:
-            _check_tables(block_tables, lengths, self._pool.shape[0])
+            check_table_lens(block_tables, lengths)
+            _check_blocks(block_tables, self._pool.shape[0])
         return lengths
 
     def _packed(
@@ -103,23 +111,18 @@ class CudaEncoder:
         lengths: NDArray[np.int64],
     ) -> Arrays:
         """Return the graph's inputs of one pass."""
-        offsets = np.zeros(len(sources) + 1, np.int32)
-        np.cumsum(lengths, out=offsets[1:])
-        num_tokens = int(offsets[-1])
         tiles = [(row, first) for row, length in enumerate(lengths.tolist()) for first in range(0, length, TILE)]
         arrays: Arrays = {
-            "tokens": np.fromiter(chain.from_iterable(sources), np.int32, num_tokens),
-            "positions": np.arange(num_tokens, dtype=np.int32) - np.repeat(offsets[:-1], lengths),
-            "offsets": offsets,
+            "tokens": np.fromiter(chain.from_iterable(sources), np.int32, int(lengths.sum())),
+            "positions": positions_of(lengths),
+            "offsets": offsets_of(lengths),
             "tiles": np.array(tiles, np.int32),
         }
         if self._pool is not None:
             arrays["rows"] = np.repeat(np.arange(len(sources), dtype=np.int32), lengths)
-            arrays["tables"] = np.zeros((len(sources), blocks_for(int(lengths.max()))), np.int32)
-            for row, blocks in zip(arrays["tables"], block_tables, strict=True):
-                row[: len(blocks)] = blocks
+            arrays["tables"] = tables_of(block_tables, blocks_for(int(lengths.max())))
         elif self._model.token_types:
-            arrays["types"] = _types(type_ids, lengths, self._model.token_types)
+            arrays["types"] = _checked_types(type_ids, lengths, self._model.token_types)
         return arrays
 
     def _launch(self, arrays: Arrays, num_tokens: int) -> DeviceMemory:
@@ -183,34 +186,15 @@ def read_floats(device: CudaDevice, address: int, shape: tuple[int, ...], precis
     return pinned.array[: size * bytes_of(precision)].view(kind).astype(np.float32).reshape(shape)
 
 
-def parts_of(lengths: Sequence[int]) -> list[slice]:
-    """Return the neighbouring sources of each pass: at most RUN_TOKENS tokens together, or one source."""
-    parts, first, num_tokens = [], 0, 0
-    for index, length in enumerate(lengths):
-        if num_tokens and num_tokens + length > RUN_TOKENS:
-            parts.append(slice(first, index))
-            first, num_tokens = index, 0
-        num_tokens += length
-    return [*parts, slice(first, len(lengths))]
-
-
-def _check_tables(block_tables: Sequence[Sequence[int]], lengths: NDArray[np.int64], num_blocks: int) -> None:
-    table_lens = [len(table) for table in block_tables]
-    if table_lens != (-(-lengths // BLOCK_SIZE)).tolist():
-        raise ValueError(f"sources of {lengths.tolist()} tokens cannot fill tables of {table_lens} blocks")
+def _check_blocks(block_tables: Sequence[Sequence[int]], num_blocks: int) -> None:
     for table in block_tables:
         if min(table) < 0 or max(table) >= num_blocks:
             raise ValueError(f"blocks {min(table)} to {max(table)} are not of this pool of {num_blocks}")
 
 
-def _types(type_ids: Sequence[Sequence[int]], lengths: NDArray[np.int64], num_types: int) -> NDArray[np.int32]:
-    """Return the token types of packed sources; 0 for sources without types."""
-    types = np.zeros(int(lengths.sum()), np.int32)
-    first = 0
-    for length, given in zip(lengths.tolist(), type_ids, strict=False):
-        if given:
-            types[first : first + length] = given
-        first += length
+def _checked_types(type_ids: Sequence[Sequence[int]], lengths: NDArray[np.int64], num_types: int) -> NDArray[np.int32]:
+    """Return the token types of packed sources. Raises ValueError for a type out of range."""
+    types = types_of(type_ids, lengths)
     if types.min() < 0 or types.max() >= num_types:
         raise ValueError(f"token types are {types.min()} to {types.max()}; they must be 0 to {num_types - 1}")
-    return types
+    return types.astype(np.int32)

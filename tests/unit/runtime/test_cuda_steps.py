@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from antiphon.service.runtime.cuda.buckets import candidate_bucket, power_of_two, row_bucket
-from antiphon.service.runtime.cuda.encoder import RUN_TOKENS, parts_of
 from antiphon.service.runtime.cuda.encoder_runner import as_elements
 from antiphon.service.runtime.cuda.step_buffers import edit_rounds
 from antiphon.service.runtime.cuda.step_layout import EDITS, StepSizes, input_layout, result_layout
@@ -74,13 +73,6 @@ def test_edits_of_one_token_are_in_rounds_in_their_order() -> None:
     second = SampleSettings(edits=[(4, 0, 1, 0), (9, 0, 1, 0)])
     assert edit_rounds(sampling_of([0, 1], [first, second])).tolist() == [0, 0, 1, 2, 0, 0]
     assert edit_rounds(sampling_of([0], [second])).tolist() == [0, 0]
-
-
-@given(st.lists(st.integers(1, 2 * RUN_TOKENS), min_size=1, max_size=20))
-def test_passes_are_bounded_and_cover_every_source(lengths: list[int]) -> None:
-    parts = parts_of(lengths)
-    assert [length for part in parts for length in lengths[part]] == lengths
-    assert all(sum(lengths[part]) <= RUN_TOKENS or len(lengths[part]) == 1 for part in parts)
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "float16", "float32"])

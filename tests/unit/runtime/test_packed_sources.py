@@ -1,0 +1,48 @@
+"""Packed sources: lengths, places, tables, types, and their division into passes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from antiphon.service.runtime import packed_sources
+
+LIMIT = 100
+
+
+@given(st.lists(st.integers(1, 2 * LIMIT), min_size=1, max_size=20))
+def test_passes_are_bounded_and_cover_every_source(lengths: list[int]) -> None:
+    parts = packed_sources.parts_of(lengths, LIMIT)
+    assert [length for part in parts for length in lengths[part]] == lengths
+    assert all(sum(lengths[part]) <= LIMIT or len(lengths[part]) == 1 for part in parts)
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=8))
+def test_positions_start_again_at_every_source(lengths: list[int]) -> None:
+    packed = np.array(lengths, np.int64)
+    offsets, positions = packed_sources.offsets_of(packed), packed_sources.positions_of(packed)
+    assert positions.tolist() == [position for length in lengths for position in range(length)]
+    assert np.diff(offsets).tolist() == lengths
+
+
+def test_types_are_zero_for_sources_without_types() -> None:
+    lengths = np.array([2, 3, 1], np.int64)
+    assert packed_sources.types_of([(1, 1), (), (2,)], lengths).tolist() == [1, 1, 0, 0, 0, 2]
+    assert packed_sources.types_of((), lengths).tolist() == [0] * 6
+
+
+def test_tables_are_padded_with_zeros() -> None:
+    assert packed_sources.tables_of([[3], [4, 5]], 3).tolist() == [[3, 0, 0], [4, 5, 0]]
+
+
+@pytest.mark.parametrize("sources", [[], [[]], [[1] * 5]])
+def test_lengths_out_of_range_are_refused(sources: list[list[int]]) -> None:
+    with pytest.raises(ValueError, match=r"source lengths are .*; each must be 1 to 4"):
+        packed_sources.checked_lengths(sources, 4)
+
+
+def test_a_table_of_another_length_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"sources of \[17\] tokens cannot fill tables of \[1\] blocks"):
+        packed_sources.check_table_lens([[0]], np.array([17], np.int64))
