@@ -230,5 +230,7 @@ class MetricFamilies:
             "architecture",
         )
         self.model_memory = self._of_model.gauge(
-            "model_memory_bytes", "Bytes of a model: weights, cache, workspace; in the memory budget, or of a GPU.", "kind"
+            "model_memory_bytes",
+            "Bytes of a model: weights, cache, workspace; in the memory budget, or of a GPU.",
+            "kind",
         )
