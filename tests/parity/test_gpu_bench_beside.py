@@ -5,8 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from antiphon.model.config import ModelConfig
+from antiphon.model.export.export import write_graphs
+from antiphon.model.transformer.random_model import random_transformer
+from antiphon.service.tools.bench.gpu.agreement import agreement, translate
 from antiphon.service.tools.bench.gpu.beside import generate_with_transformers, serve_streams
 from antiphon.service.tools.bench.gpu.models import BART_LARGE, random_bundle, shape_of
 
@@ -33,3 +37,21 @@ def test_the_shape_of_bart_large_has_its_number_of_weights() -> None:
     layers = config.encoder_layers * (attention + feed_forward) + config.decoder_layers * (2 * attention + feed_forward)
     tables = (config.vocab_size + config.max_source_len + config.max_target_len) * config.d_model
     assert (layers + tables) / 406e6 == pytest.approx(1, abs=0.01)
+
+
+def test_agreement_counts_equal_targets_and_tokens_before_the_first_difference() -> None:
+    expected = [[5, 6, 2], [7, 8, 9, 2], [4]]
+    assert agreement(expected, expected) == (3, 8)
+    assert agreement([[5, 6, 2], [7, 8, 4, 2], [4, 2]], expected) == (1, 3 + 2 + 1)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_translations_of_float32_graphs_equal_the_models_own(tmp_path: Path) -> None:
+    model = random_transformer(shape_of("tiny"))
+    (graphs,) = write_graphs(model, tmp_path, ("float32",), ("cuda",))
+    (found,) = translate(tmp_path, graphs, model.config, [[5, 6, 7, 2]], 4)
+    target = [model.config.bos_id]
+    with torch.no_grad():
+        for _ in range(len(found)):
+            target.append(int(model(torch.tensor([[5, 6, 7, 2]]), torch.tensor([target]))[0, -1].argmax()))
+    assert found == target[1:]
