@@ -169,8 +169,9 @@ async def test_requests_are_cancelled_by_id_before_during_and_after_their_work()
         await asyncio.to_thread(gate.reached.wait)
         await talk.send(cancelled=[1, 99])  # 99 was never asked
         await talk.send(one(4, **ENDLESS), cancelled=[2])
+        await talk.send(one(5, **BAD), cancelled=[4])
+        await talk.until(5)  # refused at once: the server has read every message before
         gate.open()
-        await talk.send(cancelled=[4])
         await talk.until(1, 2, 3, 4)
         await talk.send(cancelled=[3])  # answered
         await talk.finish()
