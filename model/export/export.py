@@ -147,7 +147,9 @@ def _check_lowerings(config: ModelConfig, lowerings: Sequence[Lowering], precisi
         if not any(_has_graphs(lowering, precision) for precision in precisions):
             raise ExportError(f"lowering={lowering!r} has no graphs at precision={', '.join(precisions)}")
     if "cuda" in lowerings:
-        check_config(config)
+        for precision in precisions:
+            if _has_graphs("cuda", precision):
+                check_config(config, precision)
 
 
 def _has_graphs(lowering: Lowering, precision: Precision) -> bool:

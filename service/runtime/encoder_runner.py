@@ -8,34 +8,26 @@ Axes: K states read, M model width, O outputs of a head.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from antiphon.model.bundle.graph import Graph
 from antiphon.model.bundle.manifest import Bundle, Precision
-from antiphon.model.head_config import HeadConfig
 from antiphon.model.head_config import Task as HeadTask
-from antiphon.model.ops.cache_geometry import BLOCK_SIZE
 from antiphon.model.ops.workspace import Workspace
+from antiphon.service.runtime.model_limits import EncodingModel
 from antiphon.service.runtime.native_encoder import NativeEncoder
-from antiphon.service.runtime.runner import DecodeBatch, EncodeReport, Samples
+from antiphon.service.runtime.runner import EncodeReport
 
 
-class EncoderRunner:
+class EncoderRunner(EncodingModel):
     """The encoder graph and the heads of one bundle.
 
     max_rows: maximum number of sources in a step. threads, workspace_limit_bytes: as in NativeRunner.
     Raises GraphError, BundleError (no native graphs of this precision) or WorkspaceError.
     """
-
-    has_encoder = True
-    has_decoder = False
-    block_size = BLOCK_SIZE
-    num_blocks = 0
-    cache_bytes_per_token = 0
-    max_target_len = 0
 
     def __init__(
         self,
@@ -47,15 +39,7 @@ class EncoderRunner:
         workspace_limit_bytes: int | None = None,
     ) -> None:
         model, graphs = bundle.manifest.model, bundle.graph_set(precision)
-        self.max_rows = max_rows
-        self.vocab_size = model.vocab_size
-        self.source_vocab_size = model.resolved_source_vocab_size
-        self.max_source_len = model.max_source_len
-        self.bos_id = model.bos_id
-        self.eos_id = model.eos_id
-        self.precision = graphs.precision
-        self.heads: Mapping[HeadTask, HeadConfig] = {head.task: head for head in model.heads}
-        self._widths = {head.task: width_of(head, model.vocab_size) for head in model.heads}
+        super().__init__(model, graphs, max_rows)
         self.workspace = Workspace(is_own=True)
         encoder = Graph(bundle.file(graphs.encoder_file), "encoder", threads, self.workspace)
         self._encoder = NativeEncoder(encoder, model, self.workspace, bundle.memory_fit(graphs), cache=None)
@@ -86,18 +70,3 @@ class EncoderRunner:
         graph, outputs = self._head_graphs[task], np.empty((len(states), self._widths[task]), np.float32)
         graph.run_bound(graph.bind({"hidden": states}, {"outputs": outputs}))
         return outputs
-
-    def decode(self, batch: DecodeBatch) -> Samples:
-        """Raise NotImplementedError; the engine never calls this without a decoder."""
-        raise NotImplementedError("an encoder-only model decodes nothing")
-
-    def copy_blocks(self, sources: NDArray[np.int32], targets: NDArray[np.int32]) -> None:
-        """Raise NotImplementedError; the engine never calls this without blocks."""
-        raise NotImplementedError("an encoder-only model has no cache blocks")
-
-
-def width_of(head: HeadConfig, vocab_size: int) -> int:
-    """Return O: one output for each label or token; for pool the width of its transform."""
-    if head.task == "fill_mask":
-        return vocab_size
-    return len(head.labels) if head.labels else head.transform_width or 0

@@ -6,8 +6,7 @@ it, because each step reuses the arrays of the previous one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,10 +15,9 @@ from numpy.typing import NDArray
 from antiphon.model.bundle.graph import Graph
 from antiphon.model.bundle.manifest import Bundle, GraphSet, Precision
 from antiphon.model.config import ModelConfig
-from antiphon.model.head_config import HeadConfig
-from antiphon.model.head_config import Task as HeadTask
 from antiphon.model.ops.cache_geometry import BLOCK_SIZE, blocks_of_longest
 from antiphon.model.ops.workspace import Workspace
+from antiphon.service.runtime.model_limits import DecodingModel
 from antiphon.service.runtime.native_decoder import NativeDecoder
 from antiphon.service.runtime.native_encoder import NativeEncoder
 from antiphon.service.runtime.reserve import reserve
@@ -28,7 +26,7 @@ from antiphon.service.runtime.runner import DecodeBatch, EncodeReport, Samples
 _LANES = 16  # head widths in the pool are multiples of this number
 
 
-class NativeRunner:
+class NativeRunner(DecodingModel):
     """The encoder and decoder graphs of one bundle, or a decoder-only model, over one pool of cache blocks.
 
     threads: number of cores that one run may use. num_blocks: size of the pool; None is enough for max_rows of the
@@ -36,9 +34,6 @@ class NativeRunner:
     Runtime besides weights; a run that needs more raises GraphError, and the runner stays usable.
     Raises GraphError, BundleError (no native graphs of this precision) or WorkspaceError.
     """
-
-    has_decoder = True
-    heads: Mapping[HeadTask, HeadConfig] = MappingProxyType({})
 
     def __init__(
         self,
@@ -52,17 +47,7 @@ class NativeRunner:
         cache: NDArray[Any] | None = None,
     ) -> None:
         model, graphs = bundle.manifest.model, bundle.graph_set(precision)
-        self.has_encoder = model.architecture != "decoder"
-        self.max_rows = max_rows
-        self.vocab_size = model.vocab_size
-        self.source_vocab_size = model.resolved_source_vocab_size
-        # A prompt leaves room for at least one token.
-        self.max_source_len = model.max_source_len if self.has_encoder else model.max_target_len - 1
-        self.max_target_len = model.max_target_len
-        self.bos_id = model.bos_id
-        self.eos_id = model.eos_id
-        self.precision = graphs.precision
-        self.block_size = BLOCK_SIZE
+        super().__init__(model, graphs, max_rows)
         longest = blocks_of_longest(*model.longest_cached, BLOCK_SIZE)
         self.num_blocks = len(cache) if cache is not None else num_blocks or max_rows * longest
         self.cache = cache if cache is not None else _reserve_pool(model, graphs, self.num_blocks)
@@ -109,10 +94,6 @@ class NativeRunner:
                 raise ValueError(f"block {block} is not of this pool of {self.num_blocks}")
         for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
             self.cache[target] = self.cache[source]
-
-    def run_head(self, task: HeadTask, states: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Raise NotImplementedError; only encoder-only models have heads."""
-        raise NotImplementedError(f"this model has no {task} head")
 
 
 def _reserve_pool(model: ModelConfig, graphs: GraphSet, num_blocks: int) -> NDArray[Any]:

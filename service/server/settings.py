@@ -80,7 +80,7 @@ class ServerConfig(AccessSettings):
     )
     device: DeviceChoice = Field(
         default="cpu",
-        description="Where graphs run; auto: on an NVIDIA GPU if there is a usable one and the bundle has cuda graphs.",
+        description="Device that runs the graphs; auto: an NVIDIA GPU if it is usable and the bundle has cuda graphs.",
     )
     host: str = Field(default="127.0.0.1", min_length=1, description="Address that gRPC listens on.")
     port: Port = Field(default=50051, description="Port that gRPC listens on; 0: any free port.")

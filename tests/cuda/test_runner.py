@@ -6,6 +6,7 @@ Both run the same float32 weights. The unmodified CUDA provider of ONNX Runtime 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +161,22 @@ def test_a_step_ahead_gives_the_same_tokens_and_is_used_while_rows_stay(
     assert ahead.num_ahead == 7  # all but the first, and those before the rows are known to stay
 
 
+def test_a_step_ahead_writes_to_no_block_that_a_row_does_not_have_yet(
+    bundle: Bundle, device: CudaDevice, native: NativeRunner
+) -> None:
+    """The engine gives a row its second block before position 16; until then the table's entry is any number."""
+    runner = CudaRunner(bundle, device, max_rows=2, precision="float32")
+    results = []
+    for each in (runner, native):
+        rows = Rows(each, SOURCES[:2])
+        second_block, rows.own[0][1] = rows.own[0][1], rows.own[1][0]
+        rows.generate(16, SampleSettings())
+        rows.own[0][1] = second_block
+        results.append(rows.step([[4], [5]], sampling_of(range(2), [SampleSettings(num_logprobs=2)] * 2)))
+    assert runner.num_ahead > 0
+    assert_equal(*results)
+
+
 def test_a_step_ahead_is_dropped_when_a_row_leaves(bundle: Bundle, device: CudaDevice, native: NativeRunner) -> None:
     runner = CudaRunner(bundle, device, max_rows=2, precision="float32")
     results = []
@@ -235,7 +252,17 @@ def test_a_failing_driver_is_an_error_of_the_step_and_the_next_one_works(
     assert_equal(rows.step([[5]], sampling), expected.step([[5]], sampling))
 
 
-def test_a_batch_that_no_kernel_may_see_is_refused(cuda: CudaRunner) -> None:
+def test_a_model_is_loaded_in_one_thread_and_run_in_another(
+    bundle: Bundle, device: CudaDevice, native: NativeRunner
+) -> None:
+    with ThreadPoolExecutor(1) as loading, ThreadPoolExecutor(1) as running:
+        runner = loading.submit(CudaRunner, bundle, device, max_rows=2, precision="float32").result()
+        rows = loading.submit(Rows, runner, SOURCES[:1]).result()
+        tokens = running.submit(rows.generate, 2, SampleSettings()).result()
+    assert tokens == Rows(native, SOURCES[:1]).generate(2, SampleSettings())
+
+
+def test_a_batch_with_a_wrong_block_is_refused(cuda: CudaRunner) -> None:
     rows = Rows(cuda, SOURCES[:1])
     rows.own[0][0] = cuda.num_blocks
     with pytest.raises(ValueError, match="self_tables are"):

@@ -17,6 +17,7 @@ from tests.cuda import node_launches
 
 VOCAB_SIZE = 5003  # two parts of the vocabulary, the second one partly filled
 NUM_CANDIDATES = 5
+ABSENT = {"top_ids": -1, "top_logprobs": 0, "top_scores": -np.inf}
 
 PLAIN = [
     SampleSettings(),
@@ -89,11 +90,10 @@ def test_sample_reports_that_every_token_is_forbidden() -> None:
     assert check(_logits(2), sampling_of(range(2), settings)).token_ids.tolist() == [NONE_ALLOWED] * 2
 
 
-def test_sample_draws_each_token_as_often_as_its_probability_says() -> None:
-    """The draws are those of the CPU for the same seeds, so their distribution is too."""
+def test_sample_draws_the_tokens_of_the_reference_for_many_seeds() -> None:
     logits = np.tile(np.log(np.array([0.1, 0.2, 0.3, 0.4], np.float32)), (64, 1))
     sampling = sampling_of(range(64), [SampleSettings(temperature=1.0, seed=seed) for seed in range(64)])
-    assert len(Counter(check(logits, sampling).token_ids.tolist())) == 4
+    assert set(check(logits, sampling).token_ids.tolist()) == {0, 1, 2, 3}
 
 
 def check(logits: NDArray[np.float32], sampling: SamplingArrays) -> Samples:
@@ -108,8 +108,8 @@ def compare(actual: tuple[NDArray[Any], ...], expected: Samples) -> None:
     names = ("token_ids", "logprobs", "top_ids", "top_logprobs", "top_scores")
     for name, ours in zip(names, actual, strict=True):
         reference = getattr(expected, name)
-        if ours.ndim == 2:  # the reference is as wide as the samples of the batch need
-            assert np.all(~np.isfinite(ours[:, reference.shape[1] :]) | (ours[:, reference.shape[1] :] <= 0))
+        if name in ABSENT:  # the reference is only as wide as the samples of the batch need
+            assert np.all(ours[:, reference.shape[1] :] == ABSENT[name])
             ours = ours[:, : reference.shape[1]]
         np.testing.assert_allclose(ours, reference, atol=5e-6, rtol=1e-6, err_msg=name)
 

@@ -13,13 +13,13 @@ from antiphon.model.bundle.manifest import Bundle
 from antiphon.model.ops.cuda.driver import CudaDevice
 from antiphon.service.observability.metrics.metric_families import MetricFamilies
 from antiphon.service.rpc.v1.answers.pacing import Pacing
+from antiphon.service.rpc.v1.models import Served
 from antiphon.service.server.models.loading import Shared, StartupError, load
 from antiphon.service.server.models.memory import MemoryBudget
 from antiphon.service.server.settings import ServerConfig
 from antiphon.v1 import inference_pb2 as pb
 from tests.bundle_serving import serving_bundle
-from tests.cuda.conftest import SMALL, export_small
-from tests.cuda.standin.device import StandIn
+from tests.cuda.conftest import export_small
 from tests.waits import client_waits
 
 SETTINGS: dict[str, Any] = dict(precision="float32", max_num_seqs=2)
@@ -57,20 +57,26 @@ async def test_a_model_reports_its_device_and_precision(bundle: Bundle, device: 
 
 
 async def test_a_cancelled_stream_frees_its_row_and_blocks(bundle: Bundle, device: CudaDevice) -> None:
-    options = Options(max_new_tokens=30, ignore_eos=True)
-    async with serving_bundle(bundle.path, device=device, **SETTINGS) as served:
-        stream = served.client.generate("the small word", options)
+    async with serving_bundle(bundle.path, device=device, precision="float32", max_num_seqs=1) as served:
+        stream = served.client.generate("the small word", Options(max_new_tokens=30, ignore_eos=True))
         async for _ in stream:
             break
         await stream.aclose()  # type: ignore[attr-defined]
-        # The next answer needs the row: it comes only once the cancelled one has ended.
-        await served.client.generate_text("number 7", Options(max_new_tokens=2, num_return_sequences=1))
+        # There is one row, so this answer comes only once the cancelled request has left it.
+        await served.client.generate_text("number 7", Options(max_new_tokens=2))
 
 
-def load_with(bundle: Bundle, device: CudaDevice, *, needs_device: bool, **settings: Any) -> Any:
+def load_with(
+    bundle: Bundle,
+    device: CudaDevice,
+    *,
+    needs_device: bool,
+    registry: CollectorRegistry | None = None,
+    **settings: Any,
+) -> Served:
     config = ServerConfig(bundle=bundle.path, threads=1, max_num_seqs=1, **settings)
     shared = Shared(
-        families=MetricFamilies(CollectorRegistry()),
+        families=MetricFamilies(registry or CollectorRegistry()),
         pacing=Pacing(1e6, client_waits()),
         budget=MemoryBudget(None),
         device=device,
@@ -91,9 +97,16 @@ def test_several_lanes_on_a_gpu_are_refused(bundle: Bundle, device: CudaDevice) 
         load_with(bundle, device, needs_device=True, lanes=2)
 
 
-def test_memory_metrics_name_the_bytes_on_the_device(bundle: Bundle, device: CudaDevice, standin: StandIn) -> None:
-    before = standin.bytes_in_use
-    served = load_with(bundle, device, needs_device=True)
-    num_blocks = served.engine.num_blocks
-    cache_bytes = num_blocks * 2 * int(str(SMALL["num_heads"])) * 16 * 16 * 2  # keys and values, bfloat16
-    assert standin.bytes_in_use - before >= cache_bytes
+def test_metrics_name_the_bytes_that_a_model_holds_on_the_device(bundle: Bundle, device: CudaDevice) -> None:
+    registry = CollectorRegistry()
+    served = load_with(bundle, device, needs_device=True, registry=registry)
+    held = {
+        kind: registry.get_sample_value("antiphon_model_memory_bytes", {"model_name": served.name, "kind": kind})
+        for kind in ("weights", "cache", "workspace")
+    }
+    num_heads, head_width, bfloat16_bytes = 2, 16, 2  # of SMALL
+    block_bytes = 2 * num_heads * 16 * head_width * bfloat16_bytes  # keys and values of one layer
+    assert held["cache"] == served.engine.num_blocks * block_bytes
+    files = sum(path.stat().st_size for path in bundle.path.glob("*.cuda.bfloat16.*"))
+    assert held["weights"] == files
+    assert held["workspace"] == 0  # not known before the first runs

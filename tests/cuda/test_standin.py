@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 
 import pytest
@@ -85,6 +86,32 @@ def test_memory_is_freed_with_its_last_reference(device: CudaDevice, standin: St
     assert standin.bytes_in_use == before + 1024  # whole units of 256 bytes
     del memory
     assert standin.bytes_in_use == before
+
+
+def test_memory_is_freed_by_a_thread_that_never_used_the_device(device: CudaDevice, standin: StandIn) -> None:
+    """An engine's thread is not the one that unloads a model; the driver refuses threads without a context."""
+    gc.collect()
+    before = standin.bytes_in_use
+    held = [device.allocate(1000)]
+    thread = threading.Thread(target=held.clear)
+    thread.start()
+    thread.join()
+    assert standin.bytes_in_use == before
+
+
+def test_thread_without_a_context_is_refused(device: CudaDevice) -> None:
+    errors = []
+
+    def allocate() -> None:
+        try:
+            device.allocate(1)
+        except CudaError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=allocate)
+    thread.start()
+    thread.join()
+    assert errors == ["cuMemAlloc_v2: CUDA_ERROR_INVALID_CONTEXT, an error of the stand-in"]
 
 
 def test_allocation_beyond_the_memory_is_an_error(device: CudaDevice) -> None:

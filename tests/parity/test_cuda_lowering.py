@@ -149,7 +149,7 @@ def attribute_types(declared: Node) -> Iterator[tuple[str, ir.AttributeType]]:
     ("options", "message"),
     [
         (dict(head_dim=24), "head_dim=24 must be a multiple of 16"),
-        (dict(head_dim=272), "head_dim=272 must be at most 256"),
+        (dict(head_dim=272), "head_dim=272 must be at most 256 in bfloat16"),
         (dict(d_model=72, head_dim=16), "d_model=72 must be a multiple of 16"),
         (dict(d_ff=100), "d_ff=100 must be a multiple of 16"),
         (dict(vocab_size=MAX_VOCABULARY + 1), f"a vocabulary of {MAX_VOCABULARY + 1} is above the limit"),
@@ -163,11 +163,18 @@ def attribute_types(declared: Node) -> Iterator[tuple[str, ir.AttributeType]]:
 )
 def test_models_that_the_kernels_cannot_compute_are_refused_by_name(options: dict[str, object], message: str) -> None:
     with pytest.raises(LoweringError, match=message):
-        check_config(small_config(**options))
+        check_config(small_config(**options), "bfloat16")
+
+
+def test_wide_heads_of_encoders_are_refused_in_float32() -> None:
+    with pytest.raises(LoweringError, match="head_dim=144 must be at most 128 in float32"):
+        check_config(small_config(head_dim=144), "float32")
 
 
 def test_largest_widths_are_accepted() -> None:
-    check_config(small_config(head_dim=256, vocab_size=MAX_VOCABULARY))
+    check_config(small_config(head_dim=256, vocab_size=MAX_VOCABULARY), "bfloat16")
+    check_config(small_config(head_dim=128), "float32")
+    check_config(small_config(**DECODER, head_dim=256), "float32")
 
 
 def test_bundle_with_native_and_cuda_graphs_is_written_and_loaded(checkpoint: Checkpoint, tmp_path: Path) -> None:

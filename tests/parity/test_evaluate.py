@@ -15,6 +15,7 @@ import sacrebleu
 from antiphon.cli.main import main
 from antiphon.model.bundle.manifest import Bundle, load_bundle, write_manifest
 from antiphon.model.checkpoints.checkpoint import Checkpoint
+from antiphon.model.export.export import export_bundle
 from tests.integration.process import ServerProcess
 
 SOURCES = ["one two three", "a longer line, with more of it", "x", "völlig anders", "one two three"]
@@ -100,6 +101,15 @@ def test_quality_is_recorded_for_a_bundle_without_float32_graphs_with_its_checkp
     (held,) = load_bundle(copy).manifest.quality
     assert [score["system"] for score in scores] == ["antiphon int8", "pytorch float32"]
     assert (held.precision, held.value, held.float32) == ("int8", scores[0]["bleu"], scores[1]["bleu"])
+
+
+def test_graphs_for_a_gpu_are_not_recorded_by_a_processor(
+    checkpoint: Checkpoint, files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "bundle"
+    export_bundle(checkpoint, target, precisions=("float32", "bfloat16"), lowerings=("native", "cuda"), explain=False)
+    scores = evaluate(capsys, str(target), *files, "--record")
+    assert [score["system"] for score in scores] == ["antiphon float32"]
 
 
 def test_source_beyond_the_limit_counts_as_untranslated(

@@ -12,7 +12,7 @@ from antiphon.model.export.export import write_graphs
 from antiphon.model.transformer.random_model import random_transformer
 from antiphon.service.tools.bench.gpu.agreement import agreement, translate
 from antiphon.service.tools.bench.gpu.beside import generate_with_transformers, serve_streams
-from antiphon.service.tools.bench.gpu.models import BART_LARGE, random_bundle, shape_of
+from antiphon.service.tools.bench.gpu.models import BART_LARGE, random_bundle, shape_of, step_weight_bytes
 
 SOURCES = [[5, 6, 7, 8], [9, 10, 11, 12], [13, 14, 15, 16]]
 
@@ -29,6 +29,16 @@ def test_streams_of_a_server_are_measured(tmp_path: Path) -> None:
     figures = serve_streams(bundle.path, SOURCES, 4, device="cpu", streams=2)
     assert (figures["streams"], figures["sources"]) == (2, 3)
     assert figures["tokens_per_s"] > 0
+
+
+def test_a_step_reads_every_weight_of_the_decoder_but_those_of_the_sources_keys_and_values() -> None:
+    config = shape_of("base")
+    decoder = random_transformer(config).decoder
+    assert decoder is not None
+    matrices = {name: parameter for name, parameter in decoder.named_parameters() if parameter.ndim == 2}
+    read = sum(parameter.numel() for name, parameter in matrices.items() if "cross_attention.kv" not in name)
+    assert any("cross_attention.kv" in name for name in matrices)
+    assert step_weight_bytes(config) == 2 * read
 
 
 def test_the_shape_of_bart_large_has_its_number_of_weights() -> None:

@@ -32,7 +32,7 @@ from antiphon.model.export.graphs.cuda_graph import CudaGraph, State
 from antiphon.model.export.graphs.graph_edit import constant_array, static_dim
 from antiphon.model.head_config import Task
 from antiphon.model.ops.cuda import nodes
-from antiphon.model.ops.cuda.kernel_list import HEAD_WIDTHS, MAX_PARTS, VOCABULARY_PART
+from antiphon.model.ops.cuda.kernel_list import HEAD_WIDTHS, MAX_FLOAT32_HEAD_WIDTH, MAX_PARTS, VOCABULARY_PART
 from antiphon.model.ops.operators.all_operators import OPERATORS
 
 MAX_VOCABULARY = MAX_PARTS * VOCABULARY_PART
@@ -49,12 +49,16 @@ _INPUT_NAMES = {operator.node_name: [given.name for given in operator.inputs] fo
 }
 
 
-def check_config(config: ModelConfig) -> None:
+def check_config(config: ModelConfig, precision: Precision) -> None:
     """Raise LoweringError, which names the field, for a model that the kernels cannot compute."""
     if config.disentangled is not None:
         raise LoweringError("lowering='cuda' has no kernel for disentangled attention")
-    if config.resolved_head_dim > HEAD_WIDTHS[-1]:
-        raise LoweringError(f"lowering='cuda': head_dim={config.resolved_head_dim} must be at most {HEAD_WIDTHS[-1]}")
+    is_limited = precision == "float32" and config.encoder_layers > 0
+    widest = MAX_FLOAT32_HEAD_WIDTH if is_limited else HEAD_WIDTHS[-1]
+    if config.resolved_head_dim > widest:
+        raise LoweringError(
+            f"lowering='cuda': head_dim={config.resolved_head_dim} must be at most {widest} in {precision}"
+        )
     vocabulary = max(config.vocab_size, config.resolved_source_vocab_size)
     if vocabulary > MAX_VOCABULARY:
         raise LoweringError(f"lowering='cuda': a vocabulary of {vocabulary} is above the limit, {MAX_VOCABULARY}")
@@ -75,7 +79,7 @@ def lower_for_cuda(traced: ir.Model, config: ModelConfig, part: Part | Task, pre
 
     precision: one of those of cuda graphs. Raises LoweringError for what the kernels cannot compute.
     """
-    check_config(config)
+    check_config(config, precision)
     if part == "encoder":
         inputs, outputs = encoder_inputs(config, "cuda", precision), encoder_outputs(config, "cuda", precision)
     elif part == "decoder":

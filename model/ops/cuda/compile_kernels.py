@@ -43,7 +43,7 @@ def compile_variant(variant: Variant, architecture: int) -> Image:
 
 
 def _alignments(kernel: Kernel) -> dict[tuple[int], list[list[Any]]]:
-    """Return the parameters that are multiples of 16, as the compiler wants to be told."""
+    """Return the compiler's attributes for the parameters that are multiples of 16, by index."""
     return {
         (index,): [["tt.divisibility", 16]]
         for index, given in enumerate(kernel.parameters)

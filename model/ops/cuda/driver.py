@@ -74,7 +74,7 @@ class CudaDevice:
         self.ordinal = ordinal
         self.use()
         self._stream = _created("stream_create")
-        weakref.finalize(self, _quietly, "stream_destroy", self._stream)
+        weakref.finalize(self, _release, ordinal, "stream_destroy", self._stream)
 
     @property
     def stream(self) -> int:
@@ -96,7 +96,7 @@ class CudaDevice:
     def allocate(self, num_bytes: int) -> DeviceMemory:
         """Return memory of at least one byte; its content is undefined."""
         memory = DeviceMemory(_created("allocate", max(num_bytes, 1)), num_bytes)
-        weakref.finalize(memory, _quietly, "free", memory.address)
+        weakref.finalize(memory, _release, self.ordinal, "free", memory.address)
         return memory
 
     def allocate_pinned(self, num_bytes: int) -> PinnedMemory:
@@ -105,7 +105,7 @@ class CudaDevice:
         array = np.ctypeslib.as_array((ctypes.c_uint8 * max(num_bytes, 1)).from_address(address))
         array[:] = 0
         memory = PinnedMemory(address, array)
-        weakref.finalize(memory, _quietly, "free_pinned", address)
+        weakref.finalize(memory, _release, self.ordinal, "free_pinned", address)
         return memory
 
     def copy_in(self, target: int, source: int, num_bytes: int) -> None:
@@ -126,7 +126,7 @@ class CudaDevice:
 
     def event(self) -> CudaEvent:
         """Return an event of this device's stream."""
-        return CudaEvent(self._stream)
+        return CudaEvent(self.ordinal, self._stream)
 
     def wait(self) -> None:
         """Wait until the stream has no work left; the interpreter lock is released meanwhile."""
@@ -136,10 +136,10 @@ class CudaDevice:
 class CudaEvent:
     """A point in a stream that a thread can wait for."""
 
-    def __init__(self, stream: int) -> None:
+    def __init__(self, ordinal: int, stream: int) -> None:
         self._stream = stream
         self._handle = _created("event_create")
-        weakref.finalize(self, _quietly, "event_destroy", self._handle)
+        weakref.finalize(self, _release, ordinal, "event_destroy", self._handle)
 
     def record(self) -> None:
         """Move the event behind all work that the stream has now."""
@@ -201,9 +201,13 @@ def _call(name: str, *arguments: Any) -> None:
         raise CudaError(message.decode(errors="replace"))
 
 
-def _quietly(name: str, *arguments: Any) -> None:
-    """Release something; an error then has no owner, and the driver frees everything when the process ends."""
-    _function(name)(*arguments)
+def _release(ordinal: int, name: str, handle: int) -> None:
+    """Free something of a device, in whichever thread drops its last reference.
+
+    An error is ignored: nobody is there to handle it, and the driver frees everything when the process ends.
+    """
+    _function("use")(ordinal)
+    _function(name)(handle)
 
 
 @cache

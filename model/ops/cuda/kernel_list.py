@@ -18,6 +18,8 @@ ELEMENT_TYPES: tuple[ElementType, ...] = ("bfloat16", "float16", "float32")
 
 HEAD_WIDTHS = (16, 32, 64, 128, 256)
 """Compiled widths of a head: the next one above a model's own is used."""
+MAX_FLOAT32_HEAD_WIDTH = 128
+"""Largest width for packed attention in float32: a wider one needs more shared memory than consumer cards have."""
 
 VOCABULARY_PART = 4096
 """Number of tokens that one program of the kernel `vocabulary` reduces."""
@@ -87,18 +89,14 @@ class Variant:
     @property
     def num_stages(self) -> int:
         """Return how many tiles are loaded ahead in shared memory, of which consumer cards have 99 KiB."""
-        return 1 if self.kernel.name == "packed_attention" and self._is_wide_float32 else 2
-
-    @property
-    def _is_wide_float32(self) -> bool:
-        return self.element_type == "float32" and (self.head_width or 0) >= 128
+        is_widest_float32 = self.element_type == "float32" and self.head_width == MAX_FLOAT32_HEAD_WIDTH
+        return 1 if self.kernel.name == "packed_attention" and is_widest_float32 else 2
 
     @property
     def is_compilable(self) -> bool:
-        """Return False for the one variant that needs more shared memory than consumer cards have."""
-        return not (
-            self.kernel.name == "packed_attention" and self.element_type == "float32" and self.head_width == 256
-        )
+        """Return False for packed attention of heads that are too wide for float32."""
+        is_too_wide = self.element_type == "float32" and (self.head_width or 0) > MAX_FLOAT32_HEAD_WIDTH
+        return not (self.kernel.name == "packed_attention" and is_too_wide)
 
     @property
     def signature(self) -> dict[str, str]:

@@ -1,8 +1,8 @@
 """Nodes of the graphs that run on an NVIDIA GPU: the one place that lists their inputs, attributes and outputs.
 
-The lowering writes these nodes, and the native library launches kernels for them (docs/GPU.md). Biases of
-products are inputs of the node that reads the product, because a product with a bias costs a kernel of its own in ONNX
-Runtime. Products themselves are ONNX `Gemm`. Torch-free.
+The lowering writes these nodes, and the native library launches their kernels (docs/GPU.md). Products are ONNX `Gemm`
+without a bias, because a bias costs a further kernel of ONNX Runtime: the node that reads a product adds the bias.
+Torch-free.
 
 Axes: N packed tokens, R rows or sources, X width of a block table, H heads, D head width, M model width, F inner width,
 B sources, W tiles of queries, P positions, L layers, V vocabulary; K samples, E edits, k candidates; S splits, C parts

@@ -7,8 +7,6 @@ from antiphon.model.config import Architecture
 from antiphon.model.head_config import Task
 from antiphon.model.text.tokenizer import Tokenizer
 from antiphon.service.rpc.v1.requests.options import default_options
-from antiphon.service.runtime.cuda.encoder_runner import CudaEncoderRunner
-from antiphon.service.runtime.cuda.runner import CudaRunner
 from antiphon.service.runtime.runners import AnyRunner
 from antiphon.v1 import inference_pb2 as pb
 
@@ -58,7 +56,7 @@ def describe(
             max_message_bytes=max_message_bytes,
             max_text_bytes=max_text_bytes,
         ),
-        device=pb.DEVICE_CUDA if isinstance(runner, CudaRunner | CudaEncoderRunner) else pb.DEVICE_CPU,
+        device=pb.DEVICE_CUDA if runner.lowering == "cuda" else pb.DEVICE_CPU,
         architecture=_ARCHITECTURES[config.architecture],
         tasks=[pb.TaskDescription(task=_TASKS[head.task], labels=head.labels) for head in config.heads],
         languages=sorted(text.languages),

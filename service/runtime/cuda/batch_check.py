@@ -28,7 +28,7 @@ class Bounds:
 
 
 def check_batch(batch: DecodeBatch, bounds: Bounds) -> None:
-    """Raise ValueError, which names the array, the value and the range, for a batch that no kernel may see."""
+    """Raise ValueError, which names the array, the value and the range, for a batch that kernels must not receive."""
     rows, tokens, sampling = batch.num_rows, batch.num_tokens, batch.sampling
     if not 0 < rows <= bounds.max_rows:
         raise ValueError(f"rows of the batch are {rows}; they must be 1 to {bounds.max_rows}")

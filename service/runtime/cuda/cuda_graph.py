@@ -64,11 +64,6 @@ class CudaGraph:
             raise GraphError(f"{path}: the {kind} graph cannot be loaded on the GPU: {error}") from error
         self._options: dict[int, Any] = {}
 
-    @property
-    def shapes(self) -> Mapping[str, list[Any]]:
-        """Return the shape of every input and output by name."""
-        return {tensor.name: tensor.shape for tensor in (*self._session.get_inputs(), *self._session.get_outputs())}
-
     def bind(self) -> Bound:
         """Return a binding without inputs and outputs."""
         return Bound(self._session.io_binding(), self._device)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,7 +73,7 @@ class CudaDecoder:
         self.num_ahead = 0  # steps whose results were there before they were asked for
 
     def run(self, batch: DecodeBatch) -> Samples:
-        """Run one step and return its samples. Raises ValueError for a batch that no kernel may see, GraphError."""
+        """Run one step and return its samples. Raises ValueError for a wrong index, GraphError."""
         check_batch(batch, self._bounds)
         rows = batch.num_rows
         if batch.num_tokens != rows or len(batch.sampling) != rows:
@@ -209,11 +208,12 @@ class CudaDecoder:
 
 def _can_go_ahead(batch: DecodeBatch, bounds: Bounds) -> bool:
     """Return True if the next step needs neither the host's work on the tokens nor a block that a row may not have."""
-    sampling: Any = batch.sampling
-    needs_host = sampling.edit_offsets[-1] or sampling.ints("is_normalized").any()
-    next_positions: NDArray[np.int32] = batch.positions + 1
-    has_room = (next_positions % BLOCK_SIZE != 0).all() and next_positions.max() < bounds.max_target_len
-    return not needs_host and bool(has_room) and not (sampling.ints("forced_id") >= 0).any()
+    sampling = batch.sampling
+    has_beams, is_forced = sampling.ints("is_normalized").any(), (sampling.ints("forced_id") >= 0).any()
+    needs_host = sampling.edit_offsets[-1] > 0 or has_beams or is_forced
+    following = batch.positions + np.int32(1)
+    has_room = (following % BLOCK_SIZE != 0).all() and following.max() < bounds.max_target_len
+    return bool(has_room and not needs_host)
 
 
 def _is_prefix(table: NDArray[np.int32], held: NDArray[np.int32], rows: int) -> bool:

@@ -7,37 +7,29 @@ Axes: K states read, M model width, O outputs of a head, Op outputs rounded up t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from antiphon.model.bundle.graph import GraphError
 from antiphon.model.bundle.manifest import Bundle, Precision
-from antiphon.model.head_config import HeadConfig
 from antiphon.model.head_config import Task as HeadTask
 from antiphon.model.ops.cache_geometry import BLOCK_SIZE
 from antiphon.model.ops.cuda.driver import CudaDevice, CudaError
 from antiphon.model.ops.workspace import Workspace
 from antiphon.service.runtime.cuda.cuda_graph import CudaGraph, bytes_of, element_of
 from antiphon.service.runtime.cuda.encoder import CudaEncoder, read_floats
-from antiphon.service.runtime.encoder_runner import width_of
-from antiphon.service.runtime.runner import DecodeBatch, EncodeReport, Samples
+from antiphon.service.runtime.model_limits import EncodingModel
+from antiphon.service.runtime.runner import EncodeReport
 
 
-class CudaEncoderRunner:
+class CudaEncoderRunner(EncodingModel):
     """The encoder graph and the heads of one bundle on a device.
 
     max_rows: maximum number of sources in a step. device, memory_limit_bytes: as in CudaRunner.
     Raises GraphError, BundleError (no cuda graphs of this precision) or CudaError.
     """
-
-    has_encoder = True
-    has_decoder = False
-    block_size = BLOCK_SIZE
-    num_blocks = 0
-    cache_bytes_per_token = 0
-    max_target_len = 0
 
     def __init__(
         self,
@@ -49,16 +41,9 @@ class CudaEncoderRunner:
         memory_limit_bytes: int | None = None,
     ) -> None:
         model, graphs = bundle.manifest.model, bundle.graph_set(precision, "cuda")
+        super().__init__(model, graphs, max_rows)
         self._device = device
-        self.max_rows = max_rows
-        self.vocab_size = model.vocab_size
-        self.source_vocab_size = model.resolved_source_vocab_size
-        self.max_source_len = model.max_source_len
-        self.bos_id = model.bos_id
-        self.eos_id = model.eos_id
-        self.precision = graphs.precision
-        self.heads: Mapping[HeadTask, HeadConfig] = {head.task: head for head in model.heads}
-        self._widths = {head.task: width_of(head, model.vocab_size) for head in model.heads}
+        device.use()  # this may be another thread than the one that runs steps
         self.workspace = Workspace(is_own=True)  # of the processor, which computes nothing
 
         def opened(name: str, part: str) -> CudaGraph:
@@ -93,14 +78,6 @@ class CudaEncoderRunner:
             return self._run_head(task, states)[:, : self._widths[task]]
         except CudaError as error:
             raise GraphError(f"the {task} head failed on the GPU: {error}") from error
-
-    def decode(self, batch: DecodeBatch) -> Samples:
-        """Raise NotImplementedError; the engine never calls this without a decoder."""
-        raise NotImplementedError("an encoder-only model decodes nothing")
-
-    def copy_blocks(self, sources: NDArray[np.int32], targets: NDArray[np.int32]) -> None:
-        """Raise NotImplementedError; the engine never calls this without blocks."""
-        raise NotImplementedError("an encoder-only model has no cache blocks")
 
     def _run_head(self, task: HeadTask, states: NDArray[np.float32]) -> NDArray[np.float32]:
         """Return outputs [K, Op]."""

@@ -14,7 +14,7 @@ from antiphon.model.ops.cuda.library_file import FOLDER, library_name
 log = logging.getLogger(__name__)
 
 DeviceChoice = Literal["cpu", "cuda", "auto"]
-"""Where graphs run. auto: on a GPU if there is a usable one and the bundle has graphs for it."""
+"""Device that runs the graphs. auto: a GPU if a usable one is there and the bundle has cuda graphs, else the CPU."""
 
 
 class DeviceError(Exception):

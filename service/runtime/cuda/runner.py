@@ -6,16 +6,13 @@ may run in another.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from antiphon.model.bundle.graph import GraphError
 from antiphon.model.bundle.manifest import Bundle, Precision
-from antiphon.model.head_config import HeadConfig
-from antiphon.model.head_config import Task as HeadTask
 from antiphon.model.ops.cache_geometry import BLOCK_SIZE, blocks_of_longest, cuda_pool_axes
 from antiphon.model.ops.cuda.driver import CudaDevice, CudaError
 from antiphon.model.ops.workspace import Workspace
@@ -23,13 +20,14 @@ from antiphon.service.runtime.cuda.batch_check import Bounds
 from antiphon.service.runtime.cuda.cuda_graph import CudaGraph, bytes_of, element_of
 from antiphon.service.runtime.cuda.decoder import CudaDecoder, Pool
 from antiphon.service.runtime.cuda.encoder import CudaEncoder
+from antiphon.service.runtime.model_limits import DecodingModel
 from antiphon.service.runtime.runner import DecodeBatch, EncodeReport, Samples
 
 # Of the memory that is free once the weights are loaded; the rest is for workspace.
 _POOL_SHARE = 0.8
 
 
-class CudaRunner:
+class CudaRunner(DecodingModel):
     """The encoder and decoder graphs of one bundle, or a decoder-only model, over one pool of cache blocks on a device.
 
     device: with loaded kernels. num_blocks: size of the pool; None is enough for max_rows of the longest sequences, as
@@ -37,9 +35,6 @@ class CudaRunner:
     and workspace together. captures, goes_ahead: False to measure steps without CUDA graphs, or without steps ahead.
     Raises GraphError, BundleError (no cuda graphs of this precision) or CudaError.
     """
-
-    has_decoder = True
-    heads: Mapping[HeadTask, HeadConfig] = MappingProxyType({})
 
     def __init__(
         self,
@@ -54,18 +49,9 @@ class CudaRunner:
         goes_ahead: bool = True,
     ) -> None:
         model, graphs = bundle.manifest.model, bundle.graph_set(precision, "cuda")
+        super().__init__(model, graphs, max_rows)
         self._device = device
-        self.has_encoder = model.architecture != "decoder"
-        self.max_rows = max_rows
-        self.vocab_size = model.vocab_size
-        self.source_vocab_size = model.resolved_source_vocab_size
-        # A prompt leaves room for at least one token.
-        self.max_source_len = model.max_source_len if self.has_encoder else model.max_target_len - 1
-        self.max_target_len = model.max_target_len
-        self.bos_id = model.bos_id
-        self.eos_id = model.eos_id
-        self.precision = graphs.precision
-        self.block_size = BLOCK_SIZE
+        device.use()  # this may be another thread than the one that runs steps
         self.workspace = Workspace(is_own=True)  # of the processor, which computes nothing
         opened = {
             part: CudaGraph(
@@ -84,8 +70,6 @@ class CudaRunner:
         longest = blocks_of_longest(*model.longest_cached, BLOCK_SIZE)
         self.num_blocks = num_blocks or self._blocks_that_fit(max_rows * longest, longest)
         self._memory = device.allocate(self.num_blocks * self._block_bytes)
-        # A block that was never written must hold numbers: kernels multiply what they mask by 0.
-        device.fill(self._memory.address, 0, self._memory.num_bytes)
         pool = Pool(address=self._memory.address, shape=(self.num_blocks, *axes), element=element_of(self.precision))
         bounds = Bounds(
             max_rows=max_rows,
@@ -145,10 +129,6 @@ class CudaRunner:
         for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
             start, size = self._memory.address, self._block_bytes
             self._device.copy_within(start + target * size, start + source * size, size)
-
-    def run_head(self, task: HeadTask, states: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Raise NotImplementedError; only encoder-only models have heads."""
-        raise NotImplementedError(f"this model has no {task} head")
 
     def _blocks_that_fit(self, wanted: int, fewest: int) -> int:
         """Return the number of blocks that the device has memory for, at most `wanted`. Raises GraphError."""

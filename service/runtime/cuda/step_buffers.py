@@ -51,8 +51,7 @@ class StepTurn:
 
     def fill(self, batch: DecodeBatch, padded: StepSizes) -> None:
         """Write a batch, and padding up to these sizes, of which no kernel writes to a block."""
-        tokens, rows = batch.num_tokens, batch.num_rows
-        row_of_token = np.repeat(np.arange(rows, dtype=np.int32), np.diff(batch.offsets))
+        row_of_token = np.repeat(np.arange(batch.num_rows, dtype=np.int32), np.diff(batch.offsets))
         self._fill_tokens("tokens", batch.token_ids, padded.tokens, 0)
         self._fill_tokens("positions", batch.positions, padded.tokens, PADDING)
         self._fill_tokens("rows", row_of_token, padded.tokens, 0)
@@ -62,7 +61,6 @@ class StepTurn:
             self._fill_tokens("cross_lens", batch.source_lens[row_of_token], padded.tokens, 0)
             self._fill_table("cross_tables", batch.cross_tables)
         self._fill_samples(batch, padded.samples)
-        assert tokens <= padded.tokens
 
     def advance(self, before: StepTurn, rows: int, padded_rows: int) -> None:
         """Write the step after that of another turn: the same rows, each with the token that it samples there."""

@@ -230,7 +230,8 @@ def _precisions(args: argparse.Namespace, bundle: Bundle) -> list[Precision | No
 
 
 def _bundle_precisions(bundle: Bundle) -> list[Precision]:
-    return list(dict.fromkeys(graphs.precision for graphs in bundle.manifest.graphs))
+    """Return the precisions that a processor can run."""
+    return list(dict.fromkeys(graphs.precision for graphs in bundle.manifest.graphs if graphs.lowering != "cuda"))
 
 
 def _recorded(

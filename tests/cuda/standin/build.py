@@ -1,7 +1,7 @@
 """Compiles the stand-in for CUDA: the libraries that ONNX Runtime's CUDA provider needs, in one folder.
 
 Every function that the provider imports and that the sources do not define becomes one that reports its name, so the
-stand-in fits the installed version of the provider whatever it imports.
+stand-in fits every version of the provider.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ static int g_num_blocks;
 static uint64_t g_in_use;
 static int g_allocations, g_foreign, g_missing, g_architecture = 90, g_countdown, g_capturing;
 static LaunchFunction g_launch;
+static __thread int t_has_context;
 
 __attribute__((constructor)) static void map(void) {
   int file = memfd_create("device", 0);
@@ -32,6 +33,8 @@ __attribute__((constructor)) static void map(void) {
   close(file);
 }
 
+int standin_has_context(void) { return t_has_context; }
+void standin_set_context(void) { t_has_context = 1; }
 void standin_set_launch(LaunchFunction function) { g_launch = function; }
 void standin_set_architecture(int architecture) { g_architecture = architecture; }
 int standin_architecture(void) { return g_architecture; }

@@ -101,4 +101,5 @@ def write_kernels(path: Path, architecture: int = ARCHITECTURE) -> None:
 def _image(variant: Variant) -> Image:
     num_arguments = len(variant.kernel.parameters)
     code = f"{variant.name} {num_arguments}\0".encode("ascii")
+    # So much shared memory must be asked for, as the larger kernels do.
     return Image(variant=variant, code=code, num_warps=variant.num_warps, shared_bytes=64 << 10)

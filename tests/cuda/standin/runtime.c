@@ -28,7 +28,10 @@ static int noted(int error) {
 
 int cudaGetDeviceCount(int* count) { *count = 1; return kSuccess; }
 int cudaGetDevice(int* device) { *device = 0; return kSuccess; }
-int cudaSetDevice(int device) { return noted(device == 0 ? kSuccess : 101); }
+int cudaSetDevice(int device) {
+  if (device == 0) standin_set_context();
+  return noted(device == 0 ? kSuccess : 101);
+}
 int cudaDriverGetVersion(int* version) { *version = 13000; return kSuccess; }
 int cudaRuntimeGetVersion(int* version) { *version = 13000; return kSuccess; }
 int cudaDeviceSynchronize(void) { return kSuccess; }

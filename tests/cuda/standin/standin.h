@@ -8,7 +8,7 @@
 #include <stdint.h>
 
 enum { kSuccess = 0, kInvalidValue = 1, kOutOfMemory = 2, kInvalidKernel = 98, kInCapture = 900, kNotSupported = 801 };
-enum { kLaunchFailed = 719 };
+enum { kLaunchFailed = 719, kNoContext = 201 };
 
 typedef struct Stream Stream;
 typedef struct Graph Graph;
@@ -44,6 +44,10 @@ int standin_is_device(const void* address);
 // Makes the call number `countdown` from now of every function that can fail, fail once. 0 is never.
 void standin_fail_after(int countdown);
 int standin_fails_now(void);
+
+// Whether this thread has a current context: the driver needs one, the runtime makes one current itself.
+int standin_has_context(void);
+void standin_set_context(void);
 
 int standin_missing(const char* name);
 void standin_count_foreign(const char* name);

@@ -77,7 +77,9 @@ def test_edits_of_one_token_are_in_rounds_in_their_order() -> None:
 
 @pytest.mark.parametrize("precision", ["bfloat16", "float16", "float32"])
 def test_elements_equal_those_of_pytorch(precision: str) -> None:
-    values = torch.randn(1000, generator=torch.Generator().manual_seed(0)) * 100
+    random = torch.randn(1000, generator=torch.Generator().manual_seed(0)) * 100
+    halfway = torch.tensor([1 + 1 / 256, 1 + 3 / 256, -1 - 1 / 256])  # between two numbers of bfloat16
+    values = torch.cat([random, halfway])
     elements = as_elements(values.numpy(), precision)  # type: ignore[arg-type]
     expected = values.to(getattr(torch, precision))
     assert elements.tobytes() == expected.view(torch.uint8).numpy().tobytes()

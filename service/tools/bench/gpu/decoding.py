@@ -91,7 +91,7 @@ def _batch(
 
 
 def bytes_of_step(runner: Runner, load: Load, weight_bytes: int) -> int:
-    """Return the bytes that a step in the middle reads at least: every decoder weight once, and every cached token."""
+    """Return the bytes that a step in the middle reads at least: its weights once, and every cached token."""
     cached = load.source_len + load.num_steps // 2
     assert runner.block_size == BLOCK_SIZE
     return weight_bytes + load.rows * cached * runner.cache_bytes_per_token

@@ -37,3 +37,13 @@ def random_bundle(name: str, precisions: Sequence[Precision], lowerings: Sequenc
     graphs = write_graphs(loaded.model, bundle, precisions, lowerings)
     add_metadata(loaded, bundle, graphs, f"random-{name}")
     return load_bundle(bundle)
+
+
+def step_weight_bytes(config: ModelConfig) -> int:
+    """Return the bytes of bfloat16 weights that one decoder step reads: its products, and that over the vocabulary.
+
+    For ungated models whose heads together are as wide as the states. Keys and values of sources are computed once by
+    the encoder's pass, so the products of cross attention are those of queries and outputs.
+    """
+    attention, feed_forward = (4 + 2) * config.d_model**2, 2 * config.d_model * config.d_ff
+    return 2 * (config.decoder_layers * (attention + feed_forward) + config.vocab_size * config.d_model)

@@ -19,7 +19,7 @@ from antiphon.service.runtime.cuda.runner import CudaRunner
 from antiphon.service.runtime.native_runner import NativeRunner
 from antiphon.service.tools.bench.gpu.beside import generate_with_transformers, serve_streams
 from antiphon.service.tools.bench.gpu.decoding import Load, bytes_of_step, decode
-from antiphon.service.tools.bench.gpu.models import random_bundle, shape_of
+from antiphon.service.tools.bench.gpu.models import random_bundle, shape_of, step_weight_bytes
 from antiphon.service.tools.bench.report import BenchFailure
 
 _COPIES = 10
@@ -146,8 +146,8 @@ class Parts:
         )
         decode(runner, load)  # captures the graph and loads the kernels
         times, _ = decode(runner, load)
-        weights = sum(path.stat().st_size for path in bundle.path.glob("weights.cuda.*"))
-        num_bytes, num_tokens = bytes_of_step(runner, load, weights), load.rows * load.num_steps
+        num_bytes = bytes_of_step(runner, load, step_weight_bytes(bundle.manifest.model))
+        num_tokens = load.rows * load.num_steps
         bound_s = num_bytes / self._bytes_per_s if self._bytes_per_s else None
         return {
             **settings,
