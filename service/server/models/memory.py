@@ -20,6 +20,7 @@ from antiphon.model.config import ModelConfig
 from antiphon.model.ops.cache_geometry import BLOCK_SIZE, blocks_of_longest, cuda_pool_axes, pool_axes
 from antiphon.service.domain.errors import OverBudget
 from antiphon.service.domain.limits import EncodeBudget, EngineLimits
+from antiphon.service.runtime.cuda.cuda_graph import bytes_of
 from antiphon.service.runtime.native_encoder import RUN_TOKENS
 
 # For a model without a limit and without a measured profile: four times the need of a base model for 1,024 tokens.
@@ -113,7 +114,7 @@ def need_of(
 def block_bytes_of(model: ModelConfig, graphs: GraphSet) -> int:
     """Return the bytes of one cache block, in the memory of the processor or of a GPU."""
     if graphs.lowering == "cuda":
-        return math.prod(cuda_pool_axes(model)) * (4 if graphs.precision == "float32" else 2)
+        return math.prod(cuda_pool_axes(model)) * bytes_of(graphs.precision)
     return math.prod(pool_axes(model)) * np.dtype(graphs.cache or "float32").itemsize
 
 
