@@ -22,6 +22,7 @@ from antiphon.model.ops.logits_warpers import Warp, ids_of_largest, sample_token
 
 NOT_FINITE = -1
 NONE_ALLOWED = -2
+_TINY = float(np.finfo(np.float32).tiny)
 
 FLOAT_PARAMS: Mapping[str, float] = {"temperature": 0.0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0}
 """Columns of SamplingArrays.float_params in their order, with their neutral values.
@@ -191,6 +192,11 @@ def _token(values: NDArray[np.float32], sampling: SamplingArrays, row: int, posi
     if sampling.floats("temperature")[row] == 0:
         return likeliest
     return sample_token(values, warp_of(sampling, row), uniform_at(int(sampling.seeds[row]), position))
+
+
+def as_float32(value: float) -> float:
+    """Return a parameter as float_params holds it: a value above 0 never becomes 0, which has another meaning."""
+    return float(np.float32(max(value, _TINY))) if value else 0.0
 
 
 def warp_of(sampling: SamplingArrays, row: int) -> Warp:

@@ -169,6 +169,11 @@ class Engine:
         """Raise QueueFull if no request of this client could wait now. Call it before the request is read."""
         self._queue.check_room(client, priority, self._clock())
 
+    def check_accepting(self) -> None:
+        """Raise Unavailable before start and while draining. For calls that compute beside the engine."""
+        if not self._is_accepting:
+            raise Unavailable("the server is starting or shutting down")
+
     def cancel(self, request_id: str, cause: CancelCause = CancelCause.CLIENT) -> bool:
         """End a request within one step. Return False if it is unknown or has ended."""
         if request_id not in self._live:
@@ -240,8 +245,7 @@ class Engine:
         if request.deadline_s is not None and request.deadline_s <= now_s:
             raise DeadlineExceeded("the deadline had passed when the request arrived")
         with self._wake:
-            if not self._is_accepting:
-                raise Unavailable("the server is starting or shutting down")
+            self.check_accepting()
             if request.request_id in self._live:
                 raise InvalidArgument("request_id", request.request_id, "different from those of unfinished requests")
             # In `live` before it is queued: the current step may take it from the queue, and end it, at any moment.

@@ -9,12 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from antiphon.model.ops.counter_random import seed_of_output
-from antiphon.model.ops.sampling import FLOAT_PARAMS, INT_PARAMS, neutral_sampling
+from antiphon.model.ops.sampling import FLOAT_PARAMS, INT_PARAMS, as_float32, neutral_sampling
 from antiphon.service.engine.batch.first_input import forced_id
 from antiphon.service.engine.sequences.sequence import Sequence, SequenceGroup
 from antiphon.service.runtime.runner import SamplingArrays
-
-_TINY = float(np.finfo(np.float32).tiny)
 
 
 class RowSampling:
@@ -46,7 +44,7 @@ class RowSampling:
             "is_normalized": group.is_beam_search,
             "is_exclusive": sequence.processors is not None and sequence.processors.is_exclusive,
         }
-        held.float_params[row] = [_as_float32(getattr(params, name)) for name in FLOAT_PARAMS]
+        held.float_params[row] = [as_float32(getattr(params, name)) for name in FLOAT_PARAMS]
         held.int_params[row] = [ints[name] for name in INT_PARAMS]
         if sequence.processors is not None:
             self._processed.append(sequence)
@@ -109,11 +107,6 @@ def with_scored(sampling: SamplingArrays, rows: list[int], picks: list[int], tok
     )
     joined.ints("forced_id")[len(sampling) :] = token_ids
     return joined
-
-
-def _as_float32(value: float) -> float:
-    """Return the value, or the least float32 above 0 where it would be rounded to 0, which has another meaning."""
-    return max(value, _TINY) if value else 0.0
 
 
 def _as_int64(seed: int) -> int:

@@ -13,6 +13,7 @@ from antiphon.service.rpc.v1.answers.answers import Answer, last_of, logprobs, t
 from antiphon.service.rpc.v1.answers.encoder_answers import label_scores, masked_places, tagged_spans, tagged_tokens
 from antiphon.service.rpc.v1.answers.pacing import Pacing
 from antiphon.service.rpc.v1.explaining import Explanations
+from antiphon.service.rpc.v1.next_token import NextTokens
 from antiphon.service.rpc.v1.requests.arrivals import Arrivals, Context, EngineMessage
 from antiphon.service.rpc.v1.requests.inputs import Inputs
 from antiphon.service.rpc.v1.requests.long_texts import LongTexts
@@ -36,6 +37,7 @@ class InferenceServicer:
         self._requests = RequestReader(model, engine, self._inputs, arrivals)
         self._submission = Submission(engine, pacing)
         self._explanations = Explanations(model, self._inputs, arrivals, self._submission)
+        self._next_tokens = NextTokens(model, engine, self._requests)
 
     async def generate(self, message: pb.GenerateRequest, context: Context) -> None:
         """Stream the outputs in deltas."""
@@ -107,14 +109,19 @@ class InferenceServicer:
         """Return the attention maps of a source and a target, by default the greedy answer."""
         return await self._explanations.explain(message, context)
 
+    async def next_token(self, message: pb.NextTokenRequest, context: Context) -> pb.NextTokenResponse:
+        """Return the distribution of a target's next token after every stage of its sampling."""
+        return await self._next_tokens.next_token(message, context)
+
     async def tokenize(self, message: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         """Return a text's token ids and its normalised form."""
         token_ids, normalized = await self._inputs.tokenized(message.text)
         return pb.TokenizeResponse(token_ids=token_ids, normalized_text=normalized)
 
     async def detokenize(self, message: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
-        """Return the text of token ids."""
-        return pb.DetokenizeResponse(text=await self._inputs.detokenized(message.token_ids))
+        """Return the text of token ids, and the piece of each."""
+        text, pieces = await self._inputs.detokenized(message.token_ids)
+        return pb.DetokenizeResponse(text=text, pieces=pieces)
 
     async def get_model(self, message: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
         """Describe the model."""

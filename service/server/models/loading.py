@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from antiphon.model.bundle.graph import GraphError
 from antiphon.model.bundle.manifest import Bundle, BundleError, GraphSet, load_bundle
@@ -26,7 +27,8 @@ from antiphon.service.rpc.v1.served.served_model import ServedModel
 from antiphon.service.rpc.v1.servicer import InferenceServicer
 from antiphon.service.runtime.explain import Explainer
 from antiphon.service.runtime.lanes import fastest_num_lanes, open_lanes, possible_lanes
-from antiphon.service.runtime.runners import AnyRunner, open_cuda_runner
+from antiphon.service.runtime.next_token import NextTokenScorer
+from antiphon.service.runtime.runners import AnyRunner, open_cuda_runner, open_runner
 from antiphon.service.runtime.warm_up import NotFinite, warm_up
 from antiphon.service.server.models.machine import check_memory
 from antiphon.service.server.models.memory import (
@@ -134,6 +136,7 @@ def _open(bundle: Bundle, graphs: GraphSet, name: str, plan: ModelPlan, shared: 
         text=bundle.manifest.text,
         config=bundle.manifest.model,
         explainer=explainer if explainer.is_available else None,
+        scorer=_scorer(bundle, graphs, plan) if runner.has_decoder else None,
         generation=bundle.manifest.generation,
     )
     metrics = _metrics(Metrics(shared.families, name), bundle, graphs, memory)
@@ -146,6 +149,18 @@ def _open(bundle: Bundle, graphs: GraphSet, name: str, plan: ModelPlan, shared: 
         engine=engine,
         description=description,
         metrics=metrics,
+    )
+
+
+def _scorer(bundle: Bundle, graphs: GraphSet, plan: ModelPlan) -> NextTokenScorer | None:
+    """Return the scorer of next tokens, which opens the same graphs at its first call; None on a GPU."""
+    if graphs.lowering == "cuda":
+        return None
+    limit_bytes = plan.limits.workspace_limit_bytes
+    return NextTokenScorer(
+        partial(
+            open_runner, bundle, max_rows=1, threads=1, precision=graphs.precision, workspace_limit_bytes=limit_bytes
+        )
     )
 
 

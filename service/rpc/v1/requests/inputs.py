@@ -33,6 +33,7 @@ HasSource = (
     | pb.ScoreRequest
     | pb.EmbedRequest
     | pb.ExplainRequest
+    | pb.NextTokenRequest
     | pb.ClassifyRequest
     | pb.FillMaskRequest
 )
@@ -143,16 +144,23 @@ class Inputs:
         """Return the token ids of a text of any length, without the template, and its normalised form."""
         return await self._read("text", text, self._with_normal_form)
 
-    async def detokenized(self, ids: Sequence[int]) -> str:
-        """Return the text of target token ids, at most as many ids as a text may have bytes. Raises InvalidArgument."""
+    async def detokenized(self, ids: Sequence[int]) -> tuple[str, list[str]]:
+        """Return the text of target token ids and the piece of each, at most as many ids as a text may have bytes.
+
+        Raises InvalidArgument.
+        """
         most, vocab_size = self._limits.max_text_bytes, self._config.vocab_size
         if len(ids) > most:
             raise InvalidArgument("token_ids", InWords(f"{len(ids)} ids long"), f"at most {most} ids long")
         if (found := max(ids, default=0)) >= vocab_size:
             raise InvalidArgument("token_ids", found, f"of token ids from 0 to {vocab_size - 1}")
         if len(ids) <= MAX_INLINE_LEN:
-            return self._tokenizer.decode(ids)
-        return await self._long_texts.run(len(ids), partial(self._tokenizer.decode, ids))
+            return self._decoded(ids)
+        return await self._long_texts.run(len(ids), partial(self._decoded, ids))
+
+    def _decoded(self, ids: Sequence[int]) -> tuple[str, list[str]]:
+        piece_of = {token_id: self._tokenizer.piece(token_id) for token_id in set(ids)}  # long lists repeat tokens
+        return self._tokenizer.decode(ids), [piece_of[token_id] for token_id in ids]
 
     def _with_normal_form(self, text: str) -> tuple[list[int], str]:
         ids = _encode(self._source, text)

@@ -14,7 +14,8 @@ from antiphon.service.domain.errors import InvalidArgument
 from antiphon.service.domain.request import SamplingParams
 from antiphon.v1 import inference_pb2 as pb
 
-NamesLanguages = pb.GenerateRequest | pb.GenerateUnaryRequest | pb.ScoreRequest | pb.ExplainRequest
+HasOptions = pb.GenerateRequest | pb.GenerateUnaryRequest | pb.NextTokenRequest
+NamesLanguages = HasOptions | pb.ScoreRequest | pb.ExplainRequest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,9 +75,7 @@ def languages_of(text: TextFormat, message: NamesLanguages) -> RequestLanguages:
     if not (text.languages or message.source_language or message.target_language):
         return NO_LANGUAGES
     languages = named_languages(text, message.source_language, message.target_language)
-    if isinstance(message, pb.GenerateRequest | pb.GenerateUnaryRequest) and message.options.HasField(
-        "forced_first_id"
-    ):
+    if isinstance(message, HasOptions) and message.options.HasField("forced_first_id"):
         if message.target_language and text.target_language_place == "first":
             allowed = "empty if options.forced_first_id is set: both set the first target token"
             raise InvalidArgument("target_language", message.target_language, allowed)

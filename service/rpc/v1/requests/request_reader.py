@@ -16,12 +16,10 @@ from antiphon.service.engine.engine import Engine
 from antiphon.service.rpc.v1.answers.answers import Detokenizer
 from antiphon.service.rpc.v1.requests.arrivals import Arrivals, Context
 from antiphon.service.rpc.v1.requests.inputs import HasSource, Inputs, Source
-from antiphon.service.rpc.v1.requests.languages import languages_of, source_languages
+from antiphon.service.rpc.v1.requests.languages import HasOptions, languages_of, source_languages
 from antiphon.service.rpc.v1.requests.options import OptionReader
 from antiphon.service.rpc.v1.served.served_model import ServedModel
 from antiphon.v1 import inference_pb2 as pb
-
-GenerateMessage = pb.GenerateRequest | pb.GenerateUnaryRequest
 
 _POOLING = {
     pb.POOLING_UNSPECIFIED: Pooling.MEAN,
@@ -64,7 +62,7 @@ class RequestReader:
         self._arrivals = arrivals
 
     async def generate(
-        self, message: GenerateMessage, context: Context, *, is_streamed: bool
+        self, message: HasOptions, context: Context, *, is_streamed: bool
     ) -> tuple[Generate, Detokenizer]:
         """Read a request to generate, and the detokenizer of its answer. Raises AntiphonError."""
         self._engine.check_ability(Task.GENERATE)
@@ -164,7 +162,7 @@ class RequestReader:
         return _Start(source_ids=(), begin_id=first_id, prefix_ids=(*rest, *prefix_ids), num_prompt_ids=len(source_ids))
 
     def _detokenizer(
-        self, message: GenerateMessage, controls: Controls, source_ids: tuple[int, ...], prefix_ids: tuple[int, ...]
+        self, message: HasOptions, controls: Controls, source_ids: tuple[int, ...], prefix_ids: tuple[int, ...]
     ) -> Detokenizer:
         """Return the decoder of the answer. The text of a decoder-only model continues its prompt too."""
         prefix_text = controls.prefix_text or ""

@@ -10,6 +10,7 @@ from antiphon.model.text.format import TextFormat
 from antiphon.model.text.tokenizer import Tokenizer
 from antiphon.service.rpc.v1.answers.attention_maps import AttentionExplainer
 from antiphon.service.rpc.v1.served.model_defaults import NO_DEFAULTS
+from antiphon.service.runtime.next_token import NextTokenScorer
 from antiphon.v1 import inference_pb2 as pb
 
 
@@ -19,6 +20,7 @@ class ServedModel:
 
     description: message that clients get. text: conversion of texts to the model's ids.
     explainer: computes attention maps; None if the bundle has no graph for them.
+    scorer: scores next tokens; None for encoder-only models and on a GPU.
     generation: defaults of generation options.
     """
 
@@ -27,6 +29,7 @@ class ServedModel:
     text: TextFormat
     config: ModelConfig
     explainer: AttentionExplainer | None = None
+    scorer: NextTokenScorer | None = None
     generation: GenerationDefaults = NO_DEFAULTS
 
     @property
