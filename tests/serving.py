@@ -40,6 +40,7 @@ from antiphon.service.rpc.v1.requests.long_texts import LongTexts
 from antiphon.service.rpc.v1.requests.options import default_options
 from antiphon.service.rpc.v1.served.served_model import ServedModel
 from antiphon.service.rpc.v1.servicer import InferenceServicer
+from antiphon.service.runtime.next_token import NextTokenScorer
 from antiphon.service.server.access import Access
 from antiphon.service.server.listener import close_port, open_port
 from antiphon.service.server.parts import SERVICES, build_server, build_waits, call_limits
@@ -106,6 +107,11 @@ class Serving:
             await self.calls.wait_until_idle()
 
 
+def fake_scorer(**settings: Any) -> NextTokenScorer:
+    """Return a scorer of the fake model that `serving` serves, with settings of a FakeRunner."""
+    return NextTokenScorer(lambda: FakeRunner(max_rows=1, vocab_size=tiny_tokenizer().vocab_size, **settings))
+
+
 @contextlib.asynccontextmanager
 async def serving(
     limits: EngineLimits | None = None,
@@ -114,6 +120,7 @@ async def serving(
     max_messages_per_s: float = 1e6,
     clock: Callable[[], float] = time.monotonic,
     explainer: AttentionExplainer | None = None,
+    scorer: NextTokenScorer | None = None,
     text: TextFormat | None = None,
     heads: Sequence[HeadConfig] = (),
     **settings: Any,
@@ -147,6 +154,7 @@ async def serving(
         text=text or own_text,
         config=preset("tiny", vocab_size=tokenizer.vocab_size, **architecture),
         explainer=explainer,
+        scorer=scorer,
     )
     waits = build_waits(config, families)
     pacing = Pacing(max_messages_per_s, waits)

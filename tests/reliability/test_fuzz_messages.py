@@ -20,7 +20,7 @@ from tests.reliability.answers import check_many, check_refusal, check_stream
 from tests.reliability.background import Background
 from tests.reliability.sizes import size
 from tests.reliability.wire import messages
-from tests.serving import serving
+from tests.serving import fake_scorer, serving
 
 NUM_EXAMPLES = size("FUZZ_EXAMPLES", 30)
 # The shipped bundle takes tens of milliseconds for each call.
@@ -37,7 +37,10 @@ Served = tuple[grpc.Channel, Engine]
 
 @pytest.fixture(scope="module")
 def fake() -> Iterator[Served]:
-    with Background(serving) as server, grpc.insecure_channel(server.served.target) as channel:
+    with (
+        Background(lambda: serving(scorer=fake_scorer())) as server,
+        grpc.insecure_channel(server.served.target) as channel,
+    ):
         yield channel, server.served.engine
 
 

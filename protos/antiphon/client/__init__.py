@@ -28,6 +28,7 @@ from antiphon.client.options import EarlyStopping, Options
 from antiphon.client.readings import Classification, Embedding, FilledMasks, Pooling, Tagging
 from antiphon.client.sync_client import Client
 from antiphon.client.terms import DEFAULT_TARGET, Priority
+from antiphon.client.tokens import Detokenization, NextToken, Stage, Tokenization
 
 __all__ = [
     "DEFAULT_TARGET",
@@ -37,6 +38,7 @@ __all__ = [
     "Client",
     "Connection",
     "Delta",
+    "Detokenization",
     "EarlyStopping",
     "Embedding",
     "FilledMasks",
@@ -44,14 +46,17 @@ __all__ = [
     "Generation",
     "Judgement",
     "LoadBalancing",
+    "NextToken",
     "Options",
     "Pooling",
     "Priority",
     "RetryPolicy",
     "ServerError",
     "Source",
+    "Stage",
     "Tagging",
     "Timing",
     "TokenLogprob",
+    "Tokenization",
     "Usage",
 ]

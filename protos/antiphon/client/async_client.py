@@ -32,13 +32,14 @@ from antiphon.client.options import Options
 from antiphon.client.ordered import ordered_map
 from antiphon.client.reading_calls import AsyncReadingCalls
 from antiphon.client.terms import DEFAULT_TARGET, SERVICE_NAME, Priority, Terms
+from antiphon.client.token_calls import AsyncTokenCalls
 from antiphon.v1 import inference_pb2
 
 if TYPE_CHECKING:
     pass
 
 
-class AsyncClient(AsyncReadingCalls):
+class AsyncClient(AsyncReadingCalls, AsyncTokenCalls):
     """Calls a server from one event loop, over one connection or several. Close it, or use it as a context manager."""
 
     def __init__(

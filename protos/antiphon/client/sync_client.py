@@ -35,10 +35,11 @@ from antiphon.client.reading_calls import ReadingCalls
 from antiphon.client.sync_channels import Channels
 from antiphon.client.sync_many import outcomes
 from antiphon.client.terms import DEFAULT_TARGET, SERVICE_NAME, Priority, Terms
+from antiphon.client.token_calls import TokenCalls
 from antiphon.v1 import inference_pb2
 
 
-class Client(ReadingCalls):
+class Client(ReadingCalls, TokenCalls):
     """Calls a server from any thread, over one connection. Close it, or use it as a context manager."""
 
     def __init__(
