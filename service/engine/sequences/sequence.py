@@ -9,6 +9,7 @@ import enum
 import math
 from dataclasses import dataclass, field
 
+from antiphon.service.domain.beam_steps import BeamStep
 from antiphon.service.domain.cancellation import CancelCause
 from antiphon.service.domain.request import Request, StopMatcher, Task, Timing
 from antiphon.service.engine.constraints.logits_processors import LogitsProcessors
@@ -94,7 +95,8 @@ class SequenceGroup:
     preempted_s: time of its preemption; None once it continues.
     cost: expected source and target tokens, by which waiting clients take turns; a token of a narrowed distribution
         counts more.
-        num_generated: number of target tokens produced for its finished outputs.
+    num_generated: number of target tokens produced for its finished outputs.
+    beam_steps: steps of its beam search, set at its end if its request asks for them.
     cancel_cause: reason of its cancellation; None where it was not cancelled.
     """
 
@@ -121,6 +123,7 @@ class SequenceGroup:
     first_token_s: float | None = None
     preempted_s: float | None = None
     num_generated: int = 0
+    beam_steps: tuple[BeamStep, ...] = ()
     cancel_cause: CancelCause | None = None
     source_len: int = field(init=False)
     cost: int = field(init=False)
