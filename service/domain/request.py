@@ -330,6 +330,7 @@ class TokenEvent:
     score: for a finished output: the score of a hypothesis, or the sum of the log-probabilities if requested.
     num_generated: in the last event: number of target tokens produced for all outputs, end tokens included.
     timing: in the last event.
+    cache_blocks: in the last event: maximum number of cache blocks that the request held at one time.
     beam_steps: in the last event: steps of the beam search, if requested.
     readout: result of a task without a target.
     """
@@ -343,6 +344,7 @@ class TokenEvent:
     is_last: bool = False
     num_generated: int = 0
     timing: Timing | None = None
+    cache_blocks: int = 0
     beam_steps: tuple[BeamStep, ...] = ()
     readout: Readout | None = field(default=None, compare=False)
     error: Exception | None = field(default=None, compare=False)

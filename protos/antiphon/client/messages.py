@@ -39,10 +39,11 @@ class Languages:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Usage:
-    """Tokens counted for one request, end tokens included."""
+    """Tokens counted for one request, end tokens included, and the most cache blocks that it held at one time."""
 
     source_tokens: int
     generated_tokens: int
+    cache_blocks: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -303,8 +304,12 @@ def _beams(beams: Iterable[inference_pb2.Beam]) -> tuple[Beam, ...]:
 
 
 def as_usage(usage: inference_pb2.Usage) -> Usage:
-    """Read the token counts."""
-    return Usage(source_tokens=usage.source_tokens, generated_tokens=usage.generated_tokens)
+    """Read the token and block counts."""
+    return Usage(
+        source_tokens=usage.source_tokens,
+        generated_tokens=usage.generated_tokens,
+        cache_blocks=usage.cache_blocks,
+    )
 
 
 def as_timing(timing: inference_pb2.Timing) -> Timing:

@@ -89,7 +89,7 @@ class SequenceGroup:
     sequences: its rows by index, while running; sequences of finished outputs stay, without a row.
     starting: sequences that receive their rows together with the source's blocks.
     pending: sequences that wait for a row, by index: not started, or preempted.
-    blocks: all blocks that it holds.
+    blocks: all blocks that it holds. peak_blocks: maximum number of blocks that it has held at one time.
     source_len: tokens to encode, end token included; 0 for decoder-only models.
     ticket: its place in the order of admission; a preempted group keeps it.
     preempted_s: time of its preemption; None once it continues.
@@ -116,6 +116,7 @@ class SequenceGroup:
     pending: list[Sequence] = field(default_factory=list)
     cross_block_table: tuple[int, ...] = ()
     blocks: set[int] = field(default_factory=set)
+    peak_blocks: int = 0
     num_finished: int = 0
     ticket: int = 0
     admitted_s: float | None = None
@@ -190,6 +191,11 @@ class SequenceGroup:
         first = next((sequence for sequence in self.sequences if not sequence.is_finished), None)
         num_produced = 0 if first is None else len(first.produced)
         return self.source_len + len(self.request.prefix_ids) + len(self.request.target_ids) + num_produced
+
+    def hold(self, blocks: tuple[int, ...]) -> None:
+        """Add blocks, which it did not hold, to those that it holds."""
+        self.blocks.update(blocks)
+        self.peak_blocks = max(self.peak_blocks, len(self.blocks))
 
     def take_first_rows(self, num_rows: int) -> None:
         """Divide the unfinished sequences into the first num_rows, which start now, and those that wait for rows."""

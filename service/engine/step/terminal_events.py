@@ -62,6 +62,7 @@ def last_of(events: list[TokenEvent], group: SequenceGroup, timing: Timing) -> l
         is_last=True,
         num_generated=group.num_generated,
         timing=timing,
+        cache_blocks=group.peak_blocks,
         beam_steps=group.beam_steps,
     )
     return [*others, last]

@@ -152,8 +152,12 @@ def beam_steps(steps: Iterable[BeamStep]) -> list[pb.BeamStep]:
 
 
 def usage(request: Request, event: TokenEvent) -> pb.Usage:
-    """Return the token counts of a request, given its last event."""
-    return pb.Usage(source_tokens=request.num_source_tokens, generated_tokens=event.num_generated)
+    """Return the token and block counts of a request, given its last event."""
+    return pb.Usage(
+        source_tokens=request.num_source_tokens,
+        generated_tokens=event.num_generated,
+        cache_blocks=event.cache_blocks,
+    )
 
 
 def timing(measured: Timing | None) -> pb.Timing:
