@@ -72,10 +72,21 @@ class AsyncClient(AsyncReadingCalls, AsyncTokenCalls):
         return other
 
     async def generate(
-        self, source: Source, options: Options | None = None, *, timeout_s: float | None = None
+        self,
+        source: Source,
+        options: Options | None = None,
+        *,
+        report_beam_steps: bool = False,
+        timeout_s: float | None = None,
     ) -> AsyncIterator[Delta]:
-        """Stream the targets of one source. Leaving the iteration cancels the request. Raises ServerError."""
-        call = self._channels.stub.Generate(self._building(options)(source), **self._terms.call(timeout_s))
+        """Stream the targets of one source. Leaving the iteration cancels the request. Raises ServerError.
+
+        report_beam_steps: the last delta has every step of the beam search.
+        """
+        request = self._terms.ask(
+            stream_request(self._model, source, options, self._languages, report_beam_steps=report_beam_steps)
+        )
+        call = self._channels.stub.Generate(request, **self._terms.call(timeout_s))
         try:
             with server_errors():
                 async for response in call:
@@ -90,10 +101,20 @@ class AsyncClient(AsyncReadingCalls, AsyncTokenCalls):
         return (await self.generate_outputs(source, options, timeout_s=timeout_s))[0]
 
     async def generate_outputs(
-        self, source: Source, options: Options | None = None, *, timeout_s: float | None = None
+        self,
+        source: Source,
+        options: Options | None = None,
+        *,
+        report_beam_steps: bool = False,
+        timeout_s: float | None = None,
     ) -> list[Generation]:
-        """Return every target of one source; with beam search the best comes first. Raises ServerError."""
-        request = self._terms.ask(unary_request(self._model, source, options, self._languages))
+        """Return every target of one source; with beam search the best comes first. Raises ServerError.
+
+        report_beam_steps: the targets have every step of the beam search.
+        """
+        request = self._terms.ask(
+            unary_request(self._model, source, options, self._languages, report_beam_steps=report_beam_steps)
+        )
         with server_errors():
             return as_generations(await self._channels.stub.GenerateUnary(request, **self._terms.call(timeout_s)))
 

@@ -67,7 +67,7 @@ class InferenceServicer:
         return pb.ScoreResponse(
             logprobs=logprobs(event.logprobs),
             score=event.score or 0.0,
-            usage=pb.Usage(source_tokens=request.num_source_tokens),
+            usage=usage(request, event),
             timing=timing(event.timing),
         )
 

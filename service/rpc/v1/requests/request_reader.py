@@ -82,6 +82,7 @@ class RequestReader:
             params=languages.params(controls.params, prefix_ids),
             stop_matcher=detokenizer.matcher if controls.stop_strings else None,
             is_streamed=is_streamed,
+            reports_beam_steps=_reports_beam_steps(message, controls),
         )
         return request, detokenizer
 
@@ -181,3 +182,11 @@ class RequestReader:
             found, allowed = InWords("without a mask token"), f"with {token}, token id {mask_id}, once at least"
             raise InvalidArgument(given, found, allowed)
         return positions
+
+
+def _reports_beam_steps(message: GenerateMessage, controls: Controls) -> bool:
+    """Return whether a request asks for the steps of its beam search. Raises InvalidArgument if it has none."""
+    if message.report_beam_steps and controls.params.beam_width == 1:
+        allowed = "false if options.beam_width is 1: without beams there are no steps to report"
+        raise InvalidArgument("report_beam_steps", True, allowed)
+    return message.report_beam_steps
