@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable
 from copy import copy
 from functools import partial
 from types import TracebackType
@@ -65,6 +65,12 @@ class AsyncClient(AsyncReadingCalls, AsyncTokenCalls):
         self._model = model
         self._languages = Languages(source=source_language, target=target_language)
 
+    def with_model(self, model: str) -> Self:
+        """Return a client for another model that shares this client's connection: close only one of them."""
+        other = copy(self)
+        other._model = model
+        return other
+
     def with_languages(self, source_language: str = "", target_language: str = "") -> Self:
         """Return a client for other languages that shares this client's connection: close only one of them."""
         other = copy(self)
@@ -78,7 +84,7 @@ class AsyncClient(AsyncReadingCalls, AsyncTokenCalls):
         *,
         report_beam_steps: bool = False,
         timeout_s: float | None = None,
-    ) -> AsyncIterator[Delta]:
+    ) -> AsyncGenerator[Delta, None]:
         """Stream the targets of one source. Leaving the iteration cancels the request. Raises ServerError.
 
         report_beam_steps: the last delta has every step of the beam search.

@@ -65,6 +65,12 @@ class Client(ReadingCalls, TokenCalls):
         self._model = model
         self._languages = Languages(source=source_language, target=target_language)
 
+    def with_model(self, model: str) -> Self:
+        """Return a client for another model that shares this client's connection: close only one of them."""
+        other = copy(self)
+        other._model = model
+        return other
+
     def with_languages(self, source_language: str = "", target_language: str = "") -> Self:
         """Return a client for other languages that shares this client's connection: close only one of them."""
         other = copy(self)

@@ -184,9 +184,11 @@ class RequestReader:
         return positions
 
 
-def _reports_beam_steps(message: GenerateMessage, controls: Controls) -> bool:
+def _reports_beam_steps(message: HasOptions, controls: Controls) -> bool:
     """Return whether a request asks for the steps of its beam search. Raises InvalidArgument if it has none."""
-    if message.report_beam_steps and controls.params.beam_width == 1:
+    if isinstance(message, pb.NextTokenRequest) or not message.report_beam_steps:
+        return False
+    if controls.params.beam_width == 1:
         allowed = "false if options.beam_width is 1: without beams there are no steps to report"
         raise InvalidArgument("report_beam_steps", True, allowed)
-    return message.report_beam_steps
+    return True
