@@ -84,7 +84,7 @@ export function sharedText(label, changed, more = {}) {
 
 // What a view shows in place of results, or above them.
 export function face(work, empty) {
-  if (work.status === 'empty') return html`<p class="notice" role="status">${empty}</p>`;
+  if (work.status === 'empty') return empty === nothing ? nothing : html`<p class="notice" role="status">${empty}</p>`;
   if (work.status === 'cancelled') return html`<p class="notice" role="status">Stopped.</p>`;
   if (work.status !== 'failed') return nothing;
   return problemBox(work.problem, work.retryInS);

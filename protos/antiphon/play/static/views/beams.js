@@ -150,9 +150,9 @@ function beamsNow() {
     <td class="number">${node.score === null ? '' : node.score.toFixed(3)}</td></tr>`;
   const part = (title, found) => (found.length ? html`<tbody><tr><th scope="rowgroup" colspan="3">${title}</th></tr>
     ${found.map(row)}</tbody>` : nothing);
-  return html`<table class="beams"><caption>Step ${shown + 1}</caption>
+  return html`<div class="scroll" tabindex="0" role="region" aria-label="Beams of this step"><table class="beams"><caption>Step ${shown + 1}</caption>
     <thead><tr><th scope="col">Text</th><th scope="col" class="number">Log-probability</th><th scope="col" class="number">Score</th></tr></thead>
-    ${part('Live', live)}${part('Finished, best first', finished)}</table>`;
+    ${part('Live', live)}${part('Finished, best first', finished)}</table></div>`;
 }
 
 function timeline() {

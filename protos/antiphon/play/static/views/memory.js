@@ -83,12 +83,13 @@ function lecture() {
       ${figure('One layer, B · H matrices', bytes(layer))}
       ${fit?.a !== undefined ? figure('Measured fit, fused', bytes(fused(fit, T, values.rows)), 'workspace of a whole run of this model') : nothing}
     </dl>
-    <table><caption>Score matrices of one layer in float32</caption>
+    <div class="scroll" tabindex="0" role="region" aria-label="Machines"><table>
+      <caption>Score matrices of one layer in float32</caption>
       <thead><tr><th scope="col">Machine</th><th scope="col" class="number">Memory</th><th scope="col">One layer</th><th scope="col" class="number">Longest T</th></tr></thead>
       <tbody>${machines.map(([name, size]) => html`<tr class=${layer <= size ? 'fits' : 'full'}><th scope="row">${name}</th>
         <td class="number">${bytes(size)}</td><td>${layer <= size ? 'fits' : 'does not fit'}</td>
         <td class="number">${Math.floor(Math.sqrt(size / (4 * values.heads * values.rows))).toLocaleString('en')}</td></tr>`)}
-      </tbody></table></section>`;
+      </tbody></table></div></section>`;
 }
 
 const CHART = { width: 640, height: 300, left: 64, bottom: 36 };
@@ -132,14 +133,15 @@ function chart(rows, fit) {
 }
 
 function workspaceTable(rows) {
-  return html`<table><caption>Mean of the runs of each length</caption>
+  return html`<div class="scroll" tabindex="0" role="region" aria-label="Workspace by length"><table>
+    <caption>Mean of the runs of each length</caption>
     <thead><tr><th scope="col" class="number">Tokens</th><th scope="col" class="number">Runs</th>
       <th scope="col" class="number">Measured</th><th scope="col" class="number">Predicted, fused</th>
       <th scope="col" class="number">Matrices, if stored</th></tr></thead>
     <tbody>${rows.map((row) => html`<tr data-tokens=${row.tokens}><th scope="row" class="number">${Math.round(row.tokens)}</th>
       <td class="number">${row.runs}</td><td class="number">${bytes(row.measured)}</td>
       <td class="number">${bytes(row.predicted_fused)}</td><td class="number">${bytes(row.predicted_materialised)}</td></tr>`)}
-    </tbody></table>`;
+    </tbody></table></div>`;
 }
 
 function pool() {

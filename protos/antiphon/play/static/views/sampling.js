@@ -125,7 +125,7 @@ function sampler() {
       event.preventDefault();
       sample();
     }}>
-      <label>First seed <input id="seed" inputmode="numeric" pattern="[0-9]{1,19}" .value=${drawn.seed}
+      <label>First seed <input id="seed" inputmode="numeric" pattern="[0-9]{1,20}" .value=${drawn.seed}
         @input=${(event) => { drawn.seed = event.target.value; }}></label>
       <label>Samples <input id="count" type="number" min="1" max="8" .value=${String(drawn.count)}
         @input=${(event) => { drawn.count = Math.min(8, Math.max(1, Number(event.target.value) || 1)); }}></label>

@@ -1,6 +1,6 @@
 // Targets as they are generated, each token shaded by its probability. A token's alternatives continue from there.
 
-import { postLines } from '../api.js';
+import { post, postLines } from '../api.js';
 import { bar, bytes, face, figure, percent, seconds, sharedText, slider, unfit, visible } from '../parts.js';
 import { asked, chosenModel, state, update } from '../state.js';
 import { html, nothing } from '../vendor/lit-html.js';
@@ -15,6 +15,7 @@ const CONTROLS = [
 ];
 
 const work = new Work();
+const asking = new Work(); // for alternatives
 const values = { beam_width: 1, num_return_sequences: 1, length_penalty: 1 };
 let outputs = []; // {tokens, text, score, finish}
 let kept = []; // tokens of the prefix that the person chose
@@ -22,7 +23,8 @@ let end = null;
 let selected = null; // index of a token of the first output, the prefix included
 
 function options() {
-  const chosen = { num_logprobs: NUM_ALTERNATIVES };
+  // A beam search reports no alternatives of its tokens; they are asked for when a token is opened.
+  const chosen = { num_logprobs: values.beam_width > 1 ? 0 : NUM_ALTERNATIVES };
   if (kept.length) chosen.prefix_ids = kept.map((token) => token.id);
   if (values.beam_width > 1) {
     chosen.beam_width = values.beam_width;
@@ -77,7 +79,18 @@ function choose(alternative) {
 
 function select(index) {
   selected = selected === index ? null : index;
+  const token = selected === null ? null : firstTokens()[selected];
+  if (token && !token.alternatives.length) askAlternatives(token);
   update();
+}
+
+function askAlternatives(token) {
+  const ids = firstTokens().slice(0, selected).map((one) => one.id);
+  const body = asked({ options: { prefix_ids: ids }, num_tokens: NUM_ALTERNATIVES });
+  asking.run(async (signal) => {
+    const { tokens: likely, stages } = await post('/api/next-token', body, signal);
+    token.alternatives = likely.slice(0, NUM_ALTERNATIVES).map((one, index) => ({ ...one, logprob: stages[0].logprobs[index] }));
+  });
 }
 
 function tokenButton(token, index) {
@@ -118,6 +131,7 @@ function alternatives() {
   if (!token) return nothing;
   return html`<section id="alternatives" class="card" aria-label="Alternatives of ${visible(token.piece)}">
     <h2>Instead of “${visible(token.piece)}”</h2>
+    ${face(asking, nothing)}
     <ul class="bars">
       ${token.alternatives.map(
         (one) => html`<li><button type="button" data-id=${one.id} ?disabled=${one.id === token.id} @click=${() => choose(one)}>
