@@ -83,7 +83,7 @@ async def test_next_token_reports_the_likeliest_tokens_of_the_model_then_those_o
 async def test_next_token_applies_each_control_at_its_stage() -> None:
     async with serving(scorer=fake_scorer()) as served:
         found = await stub_of(served).NextToken(
-            with_options(temperature=0.5, top_k=20, top_p=0.9, min_p=0.3, typical_p=0.6, suppressed_ids=range(4, 30))
+            with_options(temperature=0.5, top_k=20, top_p=0.9, min_p=0.5, typical_p=0.6, suppressed_ids=range(4, 30))
         )
         vocab_size = served.tokenizer.vocab_size
     kept = [stage.num_kept for stage in found.stages]
