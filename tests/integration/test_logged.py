@@ -31,7 +31,8 @@ def requests() -> list[tuple[str, Any]]:
     sourced: dict[str, Any] = {
         "Generate": pb.GenerateRequest, "GenerateUnary": pb.GenerateUnaryRequest, "Score": pb.ScoreRequest,
         "Embed": pb.EmbedRequest, "Classify": pb.ClassifyRequest, "FillMask": pb.FillMaskRequest,
-        "Explain": pb.ExplainRequest, "Tokenize": pb.TokenizeRequest, "Tag": pb.TagRequest,
+        "Explain": pb.ExplainRequest, "NextToken": pb.NextTokenRequest, "Tokenize": pb.TokenizeRequest,
+        "Tag": pb.TagRequest,
     }  # fmt: skip
     asked: list[tuple[str, Any]] = []
     for method, kind in sourced.items():

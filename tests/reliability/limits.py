@@ -202,6 +202,19 @@ REQUESTS: dict[str, Ask] = {
         target_token_ids=_TARGET_IDS,
         priority=_PRIORITY,
     ),
+    "NextTokenRequest": _ask(
+        _SOURCE,
+        **_SOURCE_FIELDS,
+        **_LANGUAGES,
+        options=_OPTIONS,
+        priority=_PRIORITY,
+        # The next token is part of the target, and no generated token ends it.
+        generated_ids=Limit(
+            taken=(ids(0), ids(1), ids(MAX_TARGET_LEN - 2), ids(MAX_TARGET_LEN - 1), {"ids": [VOCABULARY - 1]}),
+            refused=(ids(MAX_TARGET_LEN), ids(2, ended=True), {"ids": [VOCABULARY]}, {"ids": [HIGHEST_UINT32]}),
+        ),
+        num_tokens=Limit(taken=(0, 1, 999, 1000), refused=(1001, HIGHEST_UINT32)),
+    ),
     "TokenizeRequest": _ask({"text": "wort"}, text=_ANY_TEXT),
     "DetokenizeRequest": _ask(
         {"token_ids": [WORD_ID]},

@@ -21,7 +21,7 @@ from antiphon.controls.table import CONTROLS
 from antiphon.service.domain.limits import EngineLimits
 from antiphon.v1 import inference_pb2 as pb
 from tests.fakes import EOS_ID
-from tests.serving import Gate, serving
+from tests.serving import Gate, fake_scorer, serving
 
 SOURCES = [(3 + i % 20, 40 + i) for i in range(20)]
 MALFORMED: tuple[int, ...] = ()
@@ -187,6 +187,32 @@ async def test_score_and_embed_agree_between_the_clients() -> None:
     assert scored.score == pytest.approx(sum(entry.logprob for entry in scored.logprobs))
     expected = states.max(axis=0)
     assert embedding.vector == pytest.approx(expected / np.linalg.norm(expected), abs=1e-6)
+
+
+async def test_next_token_and_tokens_agree_between_the_clients() -> None:
+    options = Options(temperature=0.7, top_k=5, suppressed_ids=[60])
+
+    def ask(target: str) -> tuple[Any, ...]:
+        with Client(target) as client:
+            token_ids = client.tokenize("the cat ").token_ids
+            following = client.next_token(SOURCES[3], options, generated_ids=[50], num_tokens=3)
+            return following, client.tokenize("the cat "), client.detokenize(token_ids)
+
+    async with serving(scorer=fake_scorer()) as served, AsyncClient(served.target) as client:
+        following = await client.next_token(SOURCES[3], options, generated_ids=[50], num_tokens=3)
+        tokens = await client.tokenize("the cat ")
+        text = await client.detokenize(tokens.token_ids)
+        synchronous = await asyncio.to_thread(ask, served.target)
+        logits = served.runner.logits((*SOURCES[3], EOS_ID), 1)
+    assert synchronous == (following, tokens, text)
+    assert (text.text, tokens.normalized_text) == ("the cat", "the cat")
+    assert "".join(text.pieces) == " the cat"
+    assert list(following.token_ids[:3]) == np.argsort(-logits)[:3].tolist()
+    assert following.stages[0].logprobs[0] == pytest.approx(logits.max() - np.log(np.exp(logits).sum()), abs=1e-5)
+    assert [stage.name for stage in following.stages] == [
+        "model", "logits_processors", "temperature", "top_k", "top_p", "min_p", "typical_p"
+    ]  # fmt: skip
+    assert [stage.num_kept for stage in following.stages[3:]] == [5] * 4
 
 
 async def test_explain_returns_maps_beyond_grpcs_default_message_limit() -> None:

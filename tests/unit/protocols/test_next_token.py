@@ -12,6 +12,8 @@ import grpc
 import pytest
 
 from antiphon.model.head_config import HeadConfig
+from antiphon.service.domain.errors import Unavailable
+from antiphon.service.engine.engine import Engine
 from antiphon.service.runtime.next_token import NextScores, NextTokenScorer
 from antiphon.v1 import inference_pb2 as pb
 from tests.fakes import EOS_ID, FakeRunner
@@ -83,7 +85,7 @@ async def test_next_token_reports_the_likeliest_tokens_of_the_model_then_those_o
 async def test_next_token_applies_each_control_at_its_stage() -> None:
     async with serving(scorer=fake_scorer()) as served:
         found = await stub_of(served).NextToken(
-            with_options(temperature=0.5, top_k=20, top_p=0.9, min_p=0.3, typical_p=0.6, suppressed_ids=range(4, 30))
+            with_options(temperature=0.5, top_k=20, top_p=0.9, min_p=0.5, typical_p=0.6, suppressed_ids=range(4, 30))
         )
         vocab_size = served.tokenizer.vocab_size
     kept = [stage.num_kept for stage in found.stages]
@@ -192,9 +194,24 @@ async def test_next_token_is_unimplemented_on_a_gpu_and_for_encoders() -> None:
 
 async def test_next_token_is_unavailable_while_draining() -> None:
     async with serving(scorer=fake_scorer()) as served:
-        assert await asyncio.to_thread(served.engine.drain, 60)
+        gate = Gate(served.runner)
+        running = asyncio.ensure_future(stub_of(served).GenerateUnary(asking_whole()))
+        await asyncio.to_thread(gate.reached.wait, 60)
+        draining = asyncio.ensure_future(asyncio.to_thread(served.engine.drain, 60))
+        await asyncio.to_thread(_until_draining, served.engine)
         error = await refusal(stub_of(served).NextToken(asking_next()))
+        gate.open()
+        assert (await running).outputs
+        assert await draining
     assert (error.code(), details_of(error).reason) == (grpc.StatusCode.UNAVAILABLE, "UNAVAILABLE")
+
+
+def _until_draining(engine: Engine) -> None:
+    while True:
+        try:
+            engine.check_accepting()
+        except Unavailable:
+            return
 
 
 async def test_next_token_takes_no_blocks_and_no_step_of_the_engine() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from antiphon.service.domain.limits import EngineLimits
 from antiphon.v1 import inference_pb2 as pb
-from tests.fakes import EOS_ID
+from tests.fakes import BOS_ID, EOS_ID
 from tests.serving import (
     MODEL_NAME,
     SOURCE,
@@ -222,6 +222,18 @@ async def test_detokenize_returns_a_long_text() -> None:
         tokens = await stub.Tokenize(pb.TokenizeRequest(text="the cat " * 3000))
         text = await stub.Detokenize(pb.DetokenizeRequest(token_ids=tokens.token_ids))
     assert text.text == tokens.normalized_text == ("the cat " * 3000).strip()
+
+
+@pytest.mark.parametrize("num_copies", [1, 3000])
+async def test_detokenize_returns_the_piece_of_each_token(num_copies: int) -> None:
+    async with serving() as served:
+        words = served.tokenizer.encode("the kühle")
+        answer = await stub_of(served).Detokenize(pb.DetokenizeRequest(token_ids=[BOS_ID, *words, EOS_ID] * num_copies))
+    pieces = list(answer.pieces)
+    assert len(pieces) == num_copies * (len(words) + 2)
+    assert (pieces[0], pieces[-1]) == ("<s>", "</s>")
+    assert pieces[1].startswith(" ")
+    assert pieces == [served.tokenizer.piece(token_id) for token_id in [BOS_ID, *words, EOS_ID] * num_copies]
 
 
 async def test_detokenize_names_the_id_when_it_is_not_in_the_vocabulary() -> None:
