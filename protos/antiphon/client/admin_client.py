@@ -84,6 +84,14 @@ class AdminClient:
         with server_errors():
             return self._stub.GetMemory(admin_pb2.GetMemoryRequest(), **self._terms.call(timeout_s))
 
+    def get_cache(self, model: str = "", *, timeout_s: float | None = None) -> admin_pb2.GetCacheResponse:
+        """Return the cache blocks of a model, or of all, and the running requests that hold them. Raises ServerError.
+
+        Of a server of several processes, each has a cache of its own.
+        """
+        with server_errors():
+            return self._stub.GetCache(admin_pb2.GetCacheRequest(model=model), **self._terms.call(timeout_s))
+
     def close(self) -> None:
         """Cancel running calls and close the connection."""
         self._channel.close()
