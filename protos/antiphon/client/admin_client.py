@@ -33,7 +33,10 @@ class Limits:
 
 
 class AdminClient:
-    """Loads and unloads models of a running server. Close it, or use it as a context manager."""
+    """Loads and unloads models of a running server, and reads their memory and caches.
+
+    Close it, or use it as a context manager.
+    """
 
     def __init__(self, target: str = DEFAULT_ADMIN_TARGET, *, connection: Connection | None = None) -> None:
         """Open the connection. target: host:port of the admin service of a server with --admin-port.
