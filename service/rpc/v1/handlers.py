@@ -35,6 +35,7 @@ _METHODS: dict[str, Callable[[InferenceServicer, Any, Context], Awaitable[Any]]]
     "Tag": InferenceServicer.tag,
     "FillMask": InferenceServicer.fill_mask,
     "Explain": InferenceServicer.explain,
+    "GetPositions": InferenceServicer.get_positions,
     "Tokenize": InferenceServicer.tokenize,
     "Detokenize": InferenceServicer.detokenize,
     "GetModel": InferenceServicer.get_model,

@@ -6,6 +6,8 @@ Reads a message into a typed request, submits it, and writes its events as messa
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 from antiphon.service.domain.request import Readout, Task, TokenEvent, head_of
 from antiphon.service.domain.tasks import Embed, ReadHead
 from antiphon.service.engine.engine import Engine
@@ -13,6 +15,7 @@ from antiphon.service.rpc.v1.answers.answers import Answer, last_of, logprobs, t
 from antiphon.service.rpc.v1.answers.encoder_answers import label_scores, masked_places, tagged_spans, tagged_tokens
 from antiphon.service.rpc.v1.answers.pacing import Pacing
 from antiphon.service.rpc.v1.explaining import Explanations
+from antiphon.service.rpc.v1.positions import Positions
 from antiphon.service.rpc.v1.requests.arrivals import Arrivals, Context, EngineMessage
 from antiphon.service.rpc.v1.requests.inputs import Inputs
 from antiphon.service.rpc.v1.requests.long_texts import LongTexts
@@ -35,7 +38,9 @@ class InferenceServicer:
         arrivals = Arrivals(engine)
         self._requests = RequestReader(model, engine, self._inputs, arrivals)
         self._submission = Submission(engine, pacing)
-        self._explanations = Explanations(model, self._inputs, arrivals, self._submission)
+        explain_thread = ThreadPoolExecutor(1, "explain")
+        self._explanations = Explanations(model, self._inputs, arrivals, self._submission, explain_thread)
+        self._positions = Positions(model, explain_thread)
 
     async def generate(self, message: pb.GenerateRequest, context: Context) -> None:
         """Stream the outputs in deltas."""
@@ -106,6 +111,10 @@ class InferenceServicer:
     async def explain(self, message: pb.ExplainRequest, context: Context) -> pb.ExplainResponse:
         """Return the attention maps of a source and a target, by default the greedy answer."""
         return await self._explanations.explain(message, context)
+
+    async def get_positions(self, message: pb.GetPositionsRequest, context: Context) -> pb.GetPositionsResponse:
+        """Return the representation of positions of each part of the model."""
+        return await self._positions.get(message)
 
     async def tokenize(self, message: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         """Return a text's token ids and its normalised form."""
