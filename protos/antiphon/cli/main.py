@@ -137,8 +137,9 @@ exit codes: 0 SERVING, 1 anything else or no answer, 2 wrong option""",
   antiphon explain "How are you?"           entropy of every head, and the alignment of the greedy translation
   antiphon explain "How are you?" --target-text "Wie geht es dir?" --png map.png       the alignment as a picture
   antiphon explain "How are you?" --layer 0 --head 3 --target 127.0.0.1:50051
+  antiphon explain "A cat sleeps." --pair "It dreams." --model bert     entropy of an encoder-only model
 
-pictures need matplotlib; the server's bundle needs an explain graph, which antiphon export writes""",
+pictures need matplotlib; the server's bundle needs an explain graph, which antiphon export and import write""",
     ),
     "play": Subcommand(
         module="antiphon.play.command",

@@ -177,12 +177,32 @@ class AsyncClient(AsyncReadingCalls, AsyncTokenCalls):
             return as_judgement(await self._channels.stub.Score(request, **self._terms.call(timeout_s)))
 
     async def explain(
-        self, source: Source, target: Source | None = None, *, timeout_s: float | None = None
+        self,
+        source: Source,
+        target: Source | None = None,
+        *,
+        pair: str | None = None,
+        timeout_s: float | None = None,
     ) -> inference_pb2.ExplainResponse:
-        """Return the attention maps of a source and a target, or of the greedy answer. Raises ServerError."""
-        request = self._terms.ask(explain_request(self._model, source, target, self._languages))
+        """Return the attention maps of a source and a target, or of the greedy answer.
+
+        Encoder-only models have no target, and read the source alone or as a pair. Raises ServerError.
+        """
+        request = self._terms.ask(explain_request(self._model, source, target, self._languages, pair=pair))
         with server_errors():
             return await self._channels.stub.Explain(request, **self._terms.call(timeout_s))
+
+    async def get_positions(
+        self, num_positions: int = 0, *, timeout_s: float | None = None
+    ) -> list[inference_pb2.PositionEncoding]:
+        """Return the representation of the first positions in each part of the model, the encoder first.
+
+        num_positions: 0 means 64, or as many as the model has. Raises ServerError.
+        """
+        request = inference_pb2.GetPositionsRequest(model=self._model, num_positions=num_positions)
+        with server_errors():
+            response = await self._channels.stub.GetPositions(request, **self._terms.call(timeout_s))
+        return list(response.encodings)
 
     async def get_model(self) -> inference_pb2.Model:
         """Describe the model. Raises ServerError."""

@@ -205,11 +205,13 @@ def score_request(
 
 
 def explain_request(
-    model: str, source: Source, target: Source | None, languages: Languages
+    model: str, source: Source, target: Source | None, languages: Languages, *, pair: str | None
 ) -> inference_pb2.ExplainRequest:
-    """Build a request for attention maps."""
+    """Build a request for attention maps. target, pair: None leaves the field unset."""
     given = {} if target is None else _target(target)
-    return inference_pb2.ExplainRequest(model=model, **source_fields(source), **given, **_named(languages))
+    return inference_pb2.ExplainRequest(
+        model=model, text_pair=pair, **source_fields(source), **given, **_named(languages)
+    )
 
 
 def source_fields(source: Source) -> dict[str, Any]:
