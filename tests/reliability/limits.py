@@ -200,7 +200,11 @@ REQUESTS: dict[str, Ask] = {
         target_text=texts(MAX_TARGET_LEN - 1, empty=True),
         # The maps begin with the begin token, so there is one token less than Score accepts with its end token.
         target_token_ids=_TARGET_IDS,
+        text_pair=Limit(taken=(), refused=("wort",)),
         priority=_PRIORITY,
+    ),
+    "GetPositionsRequest": _ask(
+        {}, num_positions=Limit(taken=(0, 1, 255, 256), refused=(257, HIGHEST_UINT32))
     ),
     "TokenizeRequest": _ask({"text": "wort"}, text=_ANY_TEXT),
     "DetokenizeRequest": _ask(
