@@ -52,6 +52,7 @@ def bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def test_decoder_only_model_is_exported_without_encoder_and_agrees_with_pytorch(bundle: Bundle) -> None:
     for graphs in bundle.manifest.graphs:
         assert (graphs.encoder, graphs.explain) == (None, f"explain.{graphs.precision}.onnx")
+        assert (bundle.manifest.positions is None) == (bundle.manifest.model.positions == "rope")
         verify(bundle.path, graphs, random_transformer(bundle.manifest.model), seed=7)
 
 

@@ -298,17 +298,16 @@ async def test_positions_of_a_decoder_only_model_equal_those_of_transformers(dec
     np.testing.assert_allclose(encoding.decay, expected.mean(axis=1), atol=1e-5)
 
 
-async def test_learned_positions_are_unimplemented_when_the_bundle_has_no_explain_graph(
+async def test_learned_positions_are_unimplemented_when_the_bundle_has_no_tables(
     decoder: Imported, tmp_path: Path
 ) -> None:
-    bundle = shutil.copytree(decoder.bundle.path, tmp_path / "copy")
-    manifest = decoder.bundle.manifest
-    graphs = tuple(graphs.model_copy(update={"explain": None}) for graphs in manifest.graphs)
-    write_manifest(bundle, manifest.model_copy(update={"graphs": graphs}))
+    """Bundles of earlier versions have none. Rotary positions need none."""
+    manifest, bundle = decoder.bundle.manifest, shutil.copytree(decoder.bundle.path, tmp_path / "copy")
+    write_manifest(bundle, manifest.model_copy(update={"positions": None}))
     if manifest.model.positions == "rope":
-        assert await positions_of(bundle)
+        assert await positions_of(bundle) == await positions_of(decoder.bundle.path)
         return
-    with pytest.raises(ServerError, match="no explain graph, which holds its learned positions") as caught:
+    with pytest.raises(ServerError, match="no table decoder_positions, which holds learned positions") as caught:
         await positions_of(bundle)
     assert caught.value.code is grpc.StatusCode.UNIMPLEMENTED
 
@@ -327,7 +326,7 @@ async def test_positions_of_alibi_equal_those_of_bloom(tmp_path: Path) -> None:
 
 
 async def test_positions_of_the_shipped_model_are_the_sinusoids_of_pytorch() -> None:
-    """The bundle was exported before explain graphs had tables of positions, and needs none."""
+    """The bundle is of an earlier version, without tables of positions, and needs none."""
     found = await positions_of(SHIPPED_BUNDLE)
     assert list(found) == [(part, "POSITION_KIND_SINUSOIDAL") for part in (ENCODER, DECODER)]
     async with serving_bundle(SHIPPED_BUNDLE) as served:

@@ -226,9 +226,6 @@ class LargeExplainer:
     def longest_target(self, source_len: int) -> int:
         return 1000
 
-    def position_tables(self) -> dict[str, np.ndarray[tuple[int, ...], np.dtype[np.float32]]]:
-        return {}
-
 
 @pytest.mark.parametrize(
     ("options", "reason"),

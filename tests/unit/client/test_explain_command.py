@@ -48,9 +48,6 @@ class RandomExplainer:
     def longest_target(self, source_len: int) -> int:
         return 1000
 
-    def position_tables(self) -> dict[str, Weights]:
-        return {}
-
 
 def expected_weights() -> tuple[dict[str, Weights], list[str], list[str]]:
     """Return the weights, and the source and target tokens as the command prints them."""

@@ -47,9 +47,6 @@ class FakeExplainer:
     def longest_target(self, source_len: int) -> int:
         return self._longest_target
 
-    def position_tables(self) -> dict[str, Weights]:
-        return {}
-
 
 def _weights(rows: int, columns: int) -> Weights:
     """Return weights in which layer 0 attends to one token and layer 1 equally to all."""

@@ -6,13 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from antiphon.model.bundle.explain_session import Floats
+from antiphon.model.bundle.position_tables import Floats
 from antiphon.model.config import ModelConfig, Part, preset
 from antiphon.model.transformer.positions import AbsolutePositions, RelativeBias, rotary_tables
 from antiphon.service.domain.errors import Unsupported
 from antiphon.service.runtime.positions import (
     PositionEncoding,
-    has_learned_positions,
     longest_described,
     position_encodings,
 )
@@ -100,10 +99,9 @@ def test_model_without_positions_has_no_table() -> None:
         (dict(positions="none", disentangled=dict(span=8)), "encoder_distances"),
     ],
 )
-def test_learned_positions_are_refused_when_the_graph_has_no_table(overrides: dict[str, object], name: str) -> None:
+def test_learned_positions_are_refused_when_the_bundle_has_no_table(overrides: dict[str, object], name: str) -> None:
     config = preset("tiny", **ENCODER, **overrides)
-    assert has_learned_positions(config)
-    with pytest.raises(Unsupported, match=f"without {name}; export or import the model again"):
+    with pytest.raises(Unsupported, match=f"no table {name}, which holds learned positions; export or import it again"):
         encoding_of(config)
 
 
