@@ -8,27 +8,21 @@ Imports no torch.
     encoder_self          [L, H, S, S]     attention weights, float32
     decoder_self          [Ld, H, T, T]
     cross                 [Ld, H, T, S]    of models with both parts
-    {part}_positions      [max_len, W]     constants: vectors of learned positions
-    {part}_biases         [H, 2 R + 1]     constants: T5's biases of the distances from -R to R, key minus query
-    encoder_distances     [2 R + 1, M]     constants: vectors of these distances, of disentangled attention
 
-Axes: S source, T target, H heads, L encoder layers, Ld decoder layers, W width of the embeddings, M model width.
+Axes: S source, T target, H heads, L encoder layers, Ld decoder layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from antiphon.model.bundle.graph import GraphError
-from antiphon.model.bundle.onnx_runtime import ort
-from antiphon.model.bundle.session import explain_session
+from antiphon.model.bundle.session import seldom_session
 from antiphon.model.config import ModelConfig
-
-MAPS = ("encoder_self", "decoder_self", "cross")
 
 Floats = NDArray[np.float32]
 
@@ -49,7 +43,7 @@ class ExplainSession:
     def __init__(self, path: Path, *, threads: int = 1) -> None:
         self._path = path
         try:
-            self._session = explain_session(path, threads)
+            self._session = seldom_session(path, threads)
         except Exception as error:  # onnxruntime's exceptions share no narrower base
             raise GraphError(f"{path}: the explain graph cannot be loaded: {error}") from error
         self._inputs = [port.name for port in self._session.get_inputs()]
@@ -66,22 +60,8 @@ class ExplainSession:
         """
         types = type_ids or [0] * len(source_ids)
         ids = {"source_ids": source_ids, "type_ids": types, "target_ids": target_ids}
-        return self._run([name for name in MAPS if name in self._outputs], ids)
-
-    def position_tables(self) -> dict[str, Floats]:
-        """Return the constants of positions by output name, without a forward pass; an older graph has none.
-
-        Raises GraphError naming the file when the graph fails.
-        """
-        names = [name for name in self._outputs if name not in MAPS]
-        return self._run(names, dict.fromkeys(self._inputs, (0,))) if names else {}
-
-    def _run(self, names: Sequence[str], ids: Mapping[str, Sequence[int]]) -> dict[str, Floats]:
-        """Return these outputs by name; only the nodes that they need are run."""
-        options = ort.RunOptions()
-        options.only_execute_path_to_fetches = True
         try:
             given = {name: np.array([ids[name]], np.int64) for name in self._inputs}
-            return dict(zip(names, self._session.run(names, given, options), strict=True))
+            return dict(zip(self._outputs, self._session.run(self._outputs, given), strict=True))
         except Exception as error:  # onnxruntime's exceptions share no narrower base
             raise GraphError(f"{self._path}: the explain graph failed: {error}") from error

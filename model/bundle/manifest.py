@@ -7,6 +7,7 @@ Imports no torch. Layout of a bundle:
     weights.*.bin     external data shared by the graphs of one precision
     *.onnx            encoder and decoder graphs of each precision, and the eager graphs if exported
     explain.*.onnx    attention weights of all heads at one precision; optional
+    positions.onnx    learned tables of positions, see position_tables.py; only of models that have some
     NOTICE            licence and attribution of the training data
 """
 
@@ -200,7 +201,7 @@ class Quality(_Strict):
 
 
 class Manifest(_Strict):
-    """Contents of manifest.json."""
+    """Contents of manifest.json. positions: name of the graph of learned tables of positions."""
 
     format_version: int = FORMAT_VERSION
     name: str = Field(pattern=NAME_PATTERN)
@@ -208,6 +209,7 @@ class Manifest(_Strict):
     text: TextFormat
     generation: GenerationDefaults = GenerationDefaults()
     graphs: tuple[GraphSet, ...] = Field(min_length=1)
+    positions: str | None = None
     files: dict[str, FileEntry]
     memory: MemoryProfile | None = None
     quality: tuple[Quality, ...] = ()
@@ -280,7 +282,7 @@ def load_bundle(path: Path) -> Bundle:
     graphs = {
         name
         for g in manifest.graphs
-        for name in (g.encoder, g.decoder, g.explain, *g.heads.values())
+        for name in (g.encoder, g.decoder, g.explain, *g.heads.values(), manifest.positions)
         if name is not None
     }
     needed = {*manifest.text.files} | graphs

@@ -3,7 +3,7 @@
 serving_session: for the server and for `antiphon profile`, whose figures therefore apply to the server. In the context
     `profiling` these sessions also record the time of every node.
 cuda_session: for the server on an NVIDIA GPU.
-explain_session: for attention weights of single calls; it keeps no memory between runs.
+seldom_session: for attention weights and positions of single calls; it keeps no memory between runs.
 plain_session, native_session: for verification and tests, where speed and memory do not matter.
 
 Torch-free. Errors of ONNX Runtime are raised unchanged: callers add the file's name.
@@ -77,8 +77,8 @@ def cuda_session(path: Path, stream: int, *, ordinal: int, captures: bool, memor
     return ort.InferenceSession(str(path), options, providers=[("CUDAExecutionProvider", device)])
 
 
-def explain_session(path: Path, threads: int) -> Any:
-    """Open an explain graph, which runs seldom and on sources of any length."""
+def seldom_session(path: Path, threads: int) -> Any:
+    """Open an explain graph, which runs seldom and on sources of any length, or the tables of positions."""
     options = _options(threads)
     options.inter_op_num_threads = 1
     # Constant folding would unpack every weight when the session opens, and keep a second copy: for the shipped model

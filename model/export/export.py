@@ -38,6 +38,7 @@ from antiphon.model.export.explain.explain_graph import trace_explain, verify_ex
 from antiphon.model.export.explain.explain_weights import Layout, store_as
 from antiphon.model.export.graphs.contrib_lowering import LoweringError
 from antiphon.model.export.graphs.cuda_lowering import check_config, lower_for_cuda
+from antiphon.model.export.graphs.position_graph import position_graph, verify_positions
 from antiphon.model.export.graphs.trace import trace_decoder, trace_encoder, trace_head
 from antiphon.model.export.verification.verify import VerificationError, verify
 from antiphon.model.export.verification.verify_encoder import verify_encoder
@@ -53,6 +54,7 @@ CUDA_PRECISIONS: tuple[Precision, ...] = ("bfloat16", "float16", "float32")
 ALL_PRECISIONS: tuple[Precision, ...] = (*PRECISIONS, "int4", "bfloat16", "float16")
 CPU_LOWERINGS: tuple[Lowering, ...] = ("native", "contrib", "eager")
 LOWERINGS: tuple[Lowering, ...] = (*CPU_LOWERINGS, "cuda")
+POSITIONS_NAME = "positions.onnx"
 CACHE_TYPES: tuple[CacheType, ...] = ("float32", "float16")
 
 
@@ -105,6 +107,8 @@ def _verify(model: Transformer, directory: Path, graphs: Sequence[GraphSet]) -> 
     check = verify_encoder if model.config.architecture == "encoder" else verify
     for graph_set in tqdm(graphs, desc="verify", unit="graph set", disable=None):
         check(directory, graph_set, model)
+    if (directory / POSITIONS_NAME).exists():
+        verify_positions(directory / POSITIONS_NAME, model)
     for name, precision in {graph_set.explain: graph_set.precision for graph_set in graphs}.items():
         if name is not None:
             verify_explain(directory / name, model, precision)
@@ -176,11 +180,14 @@ def write_graphs(
     }
     # An explain graph needs weights that a CPU reads.
     explain_graph = trace_explain(model) if explain and {*lowerings} != {"cuda"} else None
+    positions = position_graph(model)
     sets = []
     for precision in precisions:
         explain_name: str | None = None
         for layout, group in _by_layout([name for name in lowerings if _has_graphs(name, precision)]).items():
             with WeightsFile(directory / f"weights.{layout}.{precision}.bin") as weights:
+                if positions is not None and not (directory / POSITIONS_NAME).exists():
+                    weights.save(positions, directory / POSITIONS_NAME)
                 written = [_graph_set(model.config, lowering, precision, cache) for lowering in group]
                 for graphs in written:
                     for part in _graphs_of(model.config):
@@ -280,6 +287,7 @@ def add_metadata(checkpoint: Checkpoint, directory: Path, graphs: Sequence[Graph
         text=checkpoint.text,
         generation=checkpoint.generation,
         graphs=tuple(graphs),
+        positions=POSITIONS_NAME if POSITIONS_NAME in files else None,
         files=files,
         provenance=checkpoint.provenance,
     )

@@ -1,4 +1,4 @@
-"""Attention weights and learned positions of a bundle's model, one call at a time, outside the engine.
+"""Attention weights of a bundle's model, one call at a time, outside the engine.
 
 Loads the explain graph at the first call and bounds the size of an answer. Knows token ids, not text.
 """
@@ -60,6 +60,10 @@ class Explainer:
         The caller has checked lengths and ids. Raises Unsupported if the bundle has no explain graph or the answer
         would exceed MAX_WEIGHTS, GraphError if the graph fails.
         """
+        if self._name is None:
+            raise Unsupported(
+                f"bundle {self._bundle.manifest.name!r} holds no explain graph; antiphon export writes one"
+            )
         num_weights = self.num_weights(len(source_ids), len(target_ids))
         if num_weights > MAX_WEIGHTS:
             raise Unsupported(
@@ -67,21 +71,6 @@ class Explainer:
                 f"at most {MAX_WEIGHTS} are computed"
             )
         with self._lock:
-            return self._opened().run(source_ids, target_ids, type_ids)
-
-    def position_tables(self) -> dict[str, Floats]:
-        """Return the learned tables of positions by name, see bundle/explain_session.py; an older graph has none.
-
-        Raises Unsupported if the bundle has no explain graph, GraphError if the graph fails.
-        """
-        with self._lock:
-            return self._opened().position_tables()
-
-    def _opened(self) -> ExplainSession:
-        if self._name is None:
-            raise Unsupported(
-                f"bundle {self._bundle.manifest.name!r} holds no explain graph; antiphon export writes one"
-            )
-        if self._session is None:
-            self._session = ExplainSession(self._bundle.file(self._name), threads=self._threads)
-        return self._session
+            if self._session is None:
+                self._session = ExplainSession(self._bundle.file(self._name), threads=self._threads)
+            return self._session.run(source_ids, target_ids, type_ids)

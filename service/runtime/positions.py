@@ -1,6 +1,6 @@
 """Positions of a model as numbers: the table of each part, and the effect of distance.
 
-Sinusoids, rotary positions and ALiBi follow from the configuration. Learned tables come from the explain graph.
+Sinusoids, rotary positions and ALiBi follow from the configuration. Learned tables come from the bundle.
 
 Axes: P positions, W width of the embeddings, M model width, H heads, D head width.
 """
@@ -13,7 +13,7 @@ from typing import Literal
 
 import numpy as np
 
-from antiphon.model.bundle.explain_session import Floats
+from antiphon.model.bundle.position_tables import Floats
 from antiphon.model.config import ModelConfig, Part
 from antiphon.model.ops.fixed_positions import alibi_slopes, rotary_rates, sinusoids
 from antiphon.service.domain.errors import Unsupported
@@ -52,16 +52,11 @@ def longest_described(config: ModelConfig) -> int:
     return min(lens[part] for part in config.parts)
 
 
-def has_learned_positions(config: ModelConfig) -> bool:
-    """Return True if tables of positions are weights of the model."""
-    return config.positions in ("learned", "t5_relative") or config.disentangled is not None
-
-
 def position_encodings(config: ModelConfig, num_positions: int, tables: Mapping[str, Floats]) -> list[PositionEncoding]:
     """Return the positions of each part, the encoder first; a part with two kinds of positions has two entries.
 
-    num_positions: P, at most `longest_described`. tables: those of Explainer.position_tables, for learned positions.
-    Raises Unsupported if one of them is missing.
+    num_positions: P, at most `longest_described`. tables: those of bundle/position_tables.py, empty if the bundle has
+    none. Raises Unsupported if one of them is needed and missing.
     """
     found = []
     for part in config.parts:
@@ -108,7 +103,7 @@ def _biases(part: Part, kind: PositionKind, biases: Floats) -> PositionEncoding:
 def _stored(tables: Mapping[str, Floats], name: str) -> Floats:
     if name not in tables:
         raise Unsupported(
-            f"the explain graph of this model is of an older version, without {name}; export or import the model again"
+            f"the bundle of this model has no table {name}, which holds learned positions; export or import it again"
         )
     return tables[name]
 

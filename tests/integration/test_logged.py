@@ -43,6 +43,7 @@ def requests() -> list[tuple[str, Any]]:
     for options in ({"prefix_text": SECRET}, {"stop_strings": [SECRET]}, {"stop_strings": [SECRET] * 99}):
         asked.append(("GenerateUnary", pb.GenerateUnaryRequest(text=SECRET, options=pb.GenerateOptions(**options))))
     asked.append(("Generate", pb.GenerateRequest(text=SECRET, source_language=SECRET, target_language=SECRET)))
+    asked.append(("GetPositions", pb.GetPositionsRequest(model=SECRET)))
     return [*asked, ("GetModel", pb.GetModelRequest(model=SECRET)), ("ListModels", SECRET.encode())]
 
 

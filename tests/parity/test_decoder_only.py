@@ -51,7 +51,8 @@ def bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def test_decoder_only_model_is_exported_without_encoder_and_agrees_with_pytorch(bundle: Bundle) -> None:
     for graphs in bundle.manifest.graphs:
-        assert (graphs.encoder, graphs.explain) == (None, None)
+        assert (graphs.encoder, graphs.explain) == (None, f"explain.{graphs.precision}.onnx")
+        assert (bundle.manifest.positions is None) == (bundle.manifest.model.positions == "rope")
         verify(bundle.path, graphs, random_transformer(bundle.manifest.model), seed=7)
 
 
@@ -327,7 +328,7 @@ async def test_decoder_only_model_refuses_by_field_and_by_ability(imported: Impo
             assert (error.code, error.field) == (grpc.StatusCode.INVALID_ARGUMENT, field)
         filled = await client.generate_text([5] * (limit - 2), Options(ignore_eos=True))
         assert filled.usage.source_tokens + len(filled.token_ids) == limit
-        for call in (client.embed("a"), client.explain("a"), client.classify("a"), client.fill_mask("a")):
+        for call in (client.embed("a"), client.classify("a"), client.fill_mask("a")):
             error = await refused(call)
             assert error.code is grpc.StatusCode.UNIMPLEMENTED
             assert "a decoder-only model" in error.message

@@ -169,6 +169,18 @@ def test_explainer_refuses_more_weights_than_its_bound(bundle: Bundle, monkeypat
         explainer.explain(SOURCE, [*TARGET, 5])
 
 
+@pytest.mark.parametrize("most", [0, 500, 1000, 4321])
+def test_longest_target_is_the_largest_whose_weights_are_computed(
+    bundle: Bundle, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    explainer = Explainer(bundle)
+    monkeypatch.setattr(explain, "MAX_WEIGHTS", most)
+    for source_len in range(1, 12):
+        longest = explainer.longest_target(source_len)
+        assert explainer.num_weights(source_len, longest + 1) > most
+        assert longest == 0 or explainer.num_weights(source_len, longest) <= most
+
+
 def test_explainer_gives_equal_answers_in_several_threads(bundle: Bundle) -> None:
     explainer = Explainer(bundle)
     expected = Explainer(bundle).explain(SOURCE, TARGET)["cross"]

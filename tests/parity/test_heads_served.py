@@ -219,7 +219,6 @@ async def test_refusals_name_the_field_or_the_abilities_of_the_model(bundles: di
         client = served.client
         await check_refused(client.generate_text("a cat"), "UNIMPLEMENTED", "an encoder-only model")
         await check_refused(client.score("a cat", "a dog"), "UNIMPLEMENTED", "an encoder-only model")
-        await check_refused(client.explain("a cat"), "UNIMPLEMENTED", "an encoder-only model")
         await check_refused(
             client.tag("a cat"), "UNIMPLEMENTED", "no tag head; it gives embeddings and has the heads fill"
         )

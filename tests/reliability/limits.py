@@ -200,6 +200,7 @@ REQUESTS: dict[str, Ask] = {
         target_text=texts(MAX_TARGET_LEN - 1, empty=True),
         # The maps begin with the begin token, so there is one token less than Score accepts with its end token.
         target_token_ids=_TARGET_IDS,
+        text_pair=Limit(taken=(), refused=("wort",)),
         priority=_PRIORITY,
     ),
     "NextTokenRequest": _ask(
@@ -214,6 +215,9 @@ REQUESTS: dict[str, Ask] = {
             refused=(ids(MAX_TARGET_LEN), ids(2, ended=True), {"ids": [VOCABULARY]}, {"ids": [HIGHEST_UINT32]}),
         ),
         num_tokens=Limit(taken=(0, 1, 999, 1000), refused=(1001, HIGHEST_UINT32)),
+    ),
+    "GetPositionsRequest": _ask(
+        {}, num_positions=Limit(taken=(0, 1, 255, 256), refused=(257, HIGHEST_UINT32))
     ),
     "TokenizeRequest": _ask({"text": "wort"}, text=_ANY_TEXT),
     "DetokenizeRequest": _ask(

@@ -1,7 +1,7 @@
 """The Transformer's forward pass with the attention weights of every head as outputs, for every ModelConfig.
 
 It is a second implementation in float32, apart from the one that computes answers, so the code prefers clarity to
-speed. It also returns the tables of learned positions, which a server describes.
+speed.
 
 Axes: S source, T target, M model width, H heads, D head width, L encoder layers, Ld decoder layers.
 """
@@ -23,30 +23,24 @@ from antiphon.model.transformer.transformer import Stack, Transformer
 
 
 class ExplainModule(nn.Module):
-    """Forward pass that returns attention weights and tables of positions; shares the parameters of a Transformer."""
-
-    distance_vectors: Tensor | None
+    """Forward pass that returns the attention weights only; shares the parameters of a Transformer."""
 
     def __init__(self, model: Transformer) -> None:
         super().__init__()
         self.config = model.config
         self.encoder, self.decoder = model.encoder, model.decoder
         self.relative = nn.ModuleList(_relative_tables(model))
-        self.register_buffer("distance_vectors", _distance_vectors(model), persistent=False)
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Return the maps and then the tables of positions, in the order of the output names.
-
-        tensors: the inputs of bundle/explain_session.py, in their order
-        """
-        return (*self.maps(*tensors).values(), *self.position_tables().values())
+        """Return the maps in the order of their names. tensors: inputs of bundle/explain_session.py, in their order."""
+        return tuple(self.maps(*tensors).values())
 
     @property
     def output_names(self) -> list[str]:
         """Names of the outputs of `forward`."""
         parts = {"encoder_self": self.encoder, "decoder_self": self.decoder}
         maps = [name for name, part in parts.items() if part is not None]
-        return [*maps, *(["cross"] if len(maps) == 2 else []), *self.position_tables()]
+        return [*maps, "cross"] if len(maps) == 2 else maps
 
     def maps(self, *tensors: Tensor) -> dict[str, Tensor]:
         """Return the attention weights of one source and target by name.
@@ -64,23 +58,6 @@ class ExplainModule(nn.Module):
             if cross is not None:
                 found["cross"] = cross
         return found
-
-    def position_tables(self) -> dict[str, Tensor]:
-        """Return the learned tables of positions by name, see bundle/explain_session.py; empty if there are none."""
-        tables: dict[str, Tensor] = {}
-        lens = {"encoder": self.config.max_source_len, "decoder": self.config.max_target_len}
-        for part, stack in (("encoder", self.encoder), ("decoder", self.decoder)):
-            if stack is None:
-                continue
-            if self.config.positions == "learned":
-                tables[f"{part}_positions"] = cast(Tensor, stack.positions.vectors)
-            biases = stack.relative_bias.by_distance(min(self.config.relative_max_distance, lens[part]))
-            if biases is not None:
-                tables[f"{part}_biases"] = biases
-        if self.distance_vectors is not None:
-            rows = cast(RelativeTables, self.relative[0]).rows  # by distance, query minus key
-            tables["encoder_distances"] = self.distance_vectors[rows.flip(0).long()]
-        return tables
 
     def _encode(self, ids: Tensor, type_ids: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the memory [1, S, M] and the encoder's attention weights [L, H, S, S]."""
@@ -130,16 +107,6 @@ def _relative_tables(model: Transformer) -> list[RelativeTables]:
     layers = (layer for layer in encoder.layers if isinstance(layer, EncoderLayer))
     max_len, positions = model.config.max_source_len, encoder.relative_positions
     return [RelativeTables(layer.self_attention, positions, max_len) for layer in layers]
-
-
-def _distance_vectors(model: Transformer) -> Tensor | None:
-    """Return the rows of the table of relative positions after its norm; None without disentangled attention."""
-    encoder = model.encoder
-    if encoder is None or encoder.relative_positions is None:
-        return None
-    table: Tensor
-    table, _ = encoder.relative_positions(1)
-    return table.detach()
 
 
 def _embedded(stack: Stack, ids: Tensor, type_ids: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:

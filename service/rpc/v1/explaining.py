@@ -49,11 +49,7 @@ class Explanations:
         arrival = self._arrivals.next(message, context)
         languages = languages_of(self._model.text, message)
         source = await self._inputs.source(message, languages)
-        target_ids: tuple[int, ...] | None = ()
-        if self._has_decoder:
-            target_ids = await self._inputs.target_ids(message, languages)
-        if target_ids is None:
-            target_ids = await self._greedy_answer(message, arrival, source.ids, languages)
+        target_ids = await self._target_ids(message, arrival, source.ids, languages)
         self._check(message, source.ids, target_ids)
         tokens = _Tokens(source=source, decoder_ids=self._decoder_ids(source.ids, target_ids, languages.begin_id))
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._response, explainer, tokens)
@@ -77,6 +73,15 @@ class Explanations:
             raise InvalidArgument(target, found, "absent: an encoder-only model has no target")
         if message.HasField("text_pair") and self._has_decoder:
             raise InvalidArgument("text_pair", message.text_pair, "absent: only encoder-only models read pairs")
+
+    async def _target_ids(
+        self, message: pb.ExplainRequest, arrival: Arrival, source_ids: tuple[int, ...], languages: RequestLanguages
+    ) -> tuple[int, ...]:
+        """Return the given target, else the model's greedy answer; empty for an encoder-only model."""
+        if not self._has_decoder:
+            return ()
+        given = await self._inputs.target_ids(message, languages)
+        return await self._greedy_answer(message, arrival, source_ids, languages) if given is None else given
 
     async def _greedy_answer(
         self, message: pb.ExplainRequest, arrival: Arrival, source_ids: tuple[int, ...], languages: RequestLanguages

@@ -1,4 +1,4 @@
-"""Positions of a model on request: checks their number, and computes the tables in the thread of explanations."""
+"""Positions of a model on request: checks their number, and computes the tables in a thread."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import asyncio
 from concurrent.futures import Executor
 
 from antiphon.model.config import Part
-from antiphon.service.domain.errors import InvalidArgument, Unsupported
+from antiphon.service.domain.errors import InvalidArgument
 from antiphon.service.rpc.v1.served.served_model import ServedModel
 from antiphon.service.runtime.positions import (
     PositionEncoding,
     PositionKind,
-    has_learned_positions,
     longest_described,
     position_encodings,
 )
@@ -39,6 +38,7 @@ class Positions:
     """Describes the positions of one model. For the event loop."""
 
     def __init__(self, model: ServedModel, thread: Executor) -> None:
+        """thread: of one worker; it reads files and computes for a few milliseconds."""
         self._model = model
         self._thread = thread
 
@@ -51,15 +51,8 @@ class Positions:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._response, num_positions)
 
     def _response(self, num_positions: int) -> pb.GetPositionsResponse:
-        model, tables = self._model, {}
-        if has_learned_positions(model.config):
-            if model.explainer is None:
-                raise Unsupported(
-                    "the bundle of this model has no explain graph, which holds its learned positions; export it "
-                    "again, or import it with --explain, to add one"
-                )
-            tables = dict(model.explainer.position_tables())
-        encodings = position_encodings(model.config, num_positions, tables)
+        read = self._model.read_position_tables
+        encodings = position_encodings(self._model.config, num_positions, {} if read is None else read())
         return pb.GetPositionsResponse(encodings=map(_message, encodings))
 
 

@@ -9,6 +9,7 @@ from functools import partial
 
 from antiphon.model.bundle.graph import GraphError
 from antiphon.model.bundle.manifest import Bundle, BundleError, GraphSet, load_bundle
+from antiphon.model.bundle.position_tables import read_position_tables
 from antiphon.model.ops.cache_geometry import BLOCK_SIZE, blocks_of_longest
 from antiphon.model.ops.cuda.driver import CudaDevice, CudaError
 from antiphon.model.ops.workspace import WorkspaceError
@@ -130,6 +131,7 @@ def _open(bundle: Bundle, graphs: GraphSet, name: str, plan: ModelPlan, shared: 
     description = _described(bundle, runner, tokenizer, limits, plan)
     description.name = name
     explainer = Explainer(bundle, precision=runner.precision)
+    positions = bundle.manifest.positions
     model = ServedModel(
         description=description,
         tokenizer=tokenizer,
@@ -137,6 +139,7 @@ def _open(bundle: Bundle, graphs: GraphSet, name: str, plan: ModelPlan, shared: 
         config=bundle.manifest.model,
         explainer=explainer if explainer.is_available else None,
         scorer=_scorer(bundle, graphs, plan) if runner.has_decoder else None,
+        read_position_tables=None if positions is None else partial(read_position_tables, bundle.file(positions)),
         generation=bundle.manifest.generation,
     )
     metrics = _metrics(Metrics(shared.families, name), bundle, graphs, memory)

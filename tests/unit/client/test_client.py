@@ -227,6 +227,20 @@ async def test_explain_returns_maps_beyond_grpcs_default_message_limit() -> None
     assert by_text == synchronous
 
 
+async def test_get_positions_returns_each_part_of_the_model() -> None:
+    def ask(target: str) -> list[pb.PositionEncoding]:
+        with Client(target) as client:
+            return client.get_positions(5)
+
+    async with serving() as served, AsyncClient(served.target) as client:
+        found = await client.get_positions(5)
+        synchronous = await asyncio.to_thread(ask, served.target)
+        with pytest.raises(ServerError, match="num_positions is 65; it must be 0 to 64"):
+            await client.get_positions(num_positions=65)
+    assert found == synchronous
+    assert [(each.part, each.rows) for each in found] == [(pb.ARCHITECTURE_ENCODER, 5), (pb.ARCHITECTURE_DECODER, 5)]
+
+
 class LargeExplainer:
     """Returns far more weights than the texts need."""
 
@@ -237,9 +251,6 @@ class LargeExplainer:
 
     def longest_target(self, source_len: int) -> int:
         return 1000
-
-    def position_tables(self) -> dict[str, np.ndarray[tuple[int, ...], np.dtype[np.float32]]]:
-        return {}
 
 
 @pytest.mark.parametrize(

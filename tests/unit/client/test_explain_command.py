@@ -16,10 +16,12 @@ from numpy.typing import NDArray
 from antiphon.cli import main as cli
 from antiphon.cli.alignment_plot import plot_alignment
 from antiphon.cli.commands.explain import END
+from antiphon.model.head_config import HeadConfig
 from tests.serving import serving, tiny_tokenizer
 
 TEXT, TARGET_TEXT = "the cat costs $5 and $6", "eine Brücke"
 LAYERS, DECODER_LAYERS, HEADS = 3, 2, 4
+ENCODER_ONLY = (HeadConfig(task="fill_mask"),)
 Weights = NDArray[np.float32]
 
 
@@ -30,24 +32,21 @@ def rows_of(random: np.random.Generator, layers: int, queries: int, keys: int) -
 
 
 class RandomExplainer:
-    """Returns the same weights for the same lengths."""
+    """Returns the same weights for the same lengths, of the parts that read something."""
 
     def explain(
         self, source_ids: Sequence[int] = (), target_ids: Sequence[int] = (), type_ids: Sequence[int] = ()
     ) -> dict[str, Weights]:
         random = np.random.default_rng(len(source_ids))
         source, target = len(source_ids), len(target_ids)
-        return {
-            "encoder_self": rows_of(random, LAYERS, source, source),
-            "decoder_self": rows_of(random, DECODER_LAYERS, target, target),
-            "cross": rows_of(random, DECODER_LAYERS, target, source),
-        }
+        maps = {"encoder_self": rows_of(random, LAYERS, source, source)}
+        if target_ids:
+            maps["decoder_self"] = rows_of(random, DECODER_LAYERS, target, target)
+            maps["cross"] = rows_of(random, DECODER_LAYERS, target, source)
+        return maps
 
     def longest_target(self, source_len: int) -> int:
         return 1000
-
-    def position_tables(self) -> dict[str, Weights]:
-        return {}
 
 
 def expected_weights() -> tuple[dict[str, Weights], list[str], list[str]]:
@@ -59,9 +58,9 @@ def expected_weights() -> tuple[dict[str, Weights], list[str], list[str]]:
     return RandomExplainer().explain(source, [tokenizer.bos_id, *target]), shown[0], [*shown[1], END]
 
 
-async def explain(*arguments: object, is_explained: bool = True) -> int:
-    """Run the command with a separate server and return its exit code."""
-    async with serving(explainer=RandomExplainer() if is_explained else None) as served:
+async def explain(*arguments: object, is_explained: bool = True, heads: Sequence[HeadConfig] = ()) -> int:
+    """Run the command with a separate server and return its exit code. heads: of an encoder-only model."""
+    async with serving(explainer=RandomExplainer() if is_explained else None, heads=heads) as served:
         words = [str(word) for word in ("explain", "--target", served.target, *arguments)]
         return await asyncio.to_thread(cli.main, words)
 
@@ -158,6 +157,31 @@ async def test_explain_refuses_with_one_line(
     assert printed.err.startswith("antiphon explain: ")
     assert printed.err.count("\n") == 1
     assert message in printed.err
+
+
+async def test_explain_prints_the_entropy_of_an_encoder_only_model_without_an_alignment(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert await explain("the cat", "--pair", "the mat", heads=ENCODER_ONLY) == 0
+    tokenizer = tiny_tokenizer()
+    num_tokens = 3 + sum(len(tokenizer.encode(text)) for text in ("the cat", "the mat"))  # <s> and two </s>
+    maps = RandomExplainer().explain([5] * num_tokens)["encoder_self"]
+    entropies = torch.special.entr(torch.from_numpy(maps).double()).sum(-1).mean(-1).tolist()
+    _, *lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[4:] for line in lines] == [[f"{value:.2f}" for value in layer] for layer in entropies]
+    assert {" ".join(line.split()[:2]) for line in lines} == {"encoder self,"}
+
+
+@pytest.mark.parametrize("flags", [["--layer", 0], ["--head", 1], ["--png", "map.png"]])
+async def test_explain_refuses_flags_of_the_alignment_when_there_is_no_cross_attention(
+    capsys: pytest.CaptureFixture[str], flags: list[object]
+) -> None:
+    assert await explain("the cat", *flags, heads=ENCODER_ONLY) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err == (
+        f"antiphon explain: {flags[0]} is {flags[1]}; it must be absent: this model has no cross-attention to align\n"
+    )
 
 
 async def test_explain_reports_that_the_bundle_has_no_graph(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""Score, Embed and Explain over a real channel: their answers and refusals."""
+"""Score, Embed, Explain and GetPositions over a real channel: their answers and refusals."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from antiphon.model.head_config import HeadConfig
 from antiphon.service.domain.request import Pooling
 from antiphon.v1 import inference_pb2 as pb
 from tests.fakes import BOS_ID, EOS_ID, FakeRunner
@@ -45,9 +46,6 @@ class FakeExplainer:
 
     def longest_target(self, source_len: int) -> int:
         return self._longest_target
-
-    def position_tables(self) -> dict[str, Weights]:
-        return {}
 
 
 def _weights(rows: int, columns: int) -> Weights:
@@ -139,6 +137,40 @@ async def test_explain_uses_the_greedy_answer_when_no_target_is_given() -> None:
     assert list(answer.target_tokens) == pieces
 
 
+async def test_explain_ends_the_greedy_answer_where_the_maps_would_become_too_many() -> None:
+    explainer = FakeExplainer(longest_target=3)
+    async with serving(explainer=explainer) as served:
+        answer = await stub_of(served).Explain(pb.ExplainRequest(token_ids=SOURCE_IDS))
+        expected, _ = served.runner.answer((*SOURCE, EOS_ID))
+    assert len(expected) > 2
+    assert explainer.asked == [((*SOURCE, EOS_ID), (BOS_ID, *expected[:2]))]
+    assert len(answer.target_tokens) == 3
+
+
+async def test_explain_of_an_encoder_only_model_reads_a_pair_and_has_no_target() -> None:
+    explainer = FakeExplainer()
+    async with serving(explainer=explainer, heads=[HeadConfig(task="fill_mask")]) as served:
+        answer = await stub_of(served).Explain(pb.ExplainRequest(text="the cat", text_pair="the mat"))
+        first, second = (served.tokenizer.encode(text) for text in ("the cat", "the mat"))
+        refused = await refusal(stub_of(served).Explain(pb.ExplainRequest(text="a", target_text="b")))
+    assert explainer.asked == [((BOS_ID, *first, EOS_ID, *second, EOS_ID), ())]
+    assert len(answer.source_tokens) == len(explainer.asked[0][0])
+    assert (len(answer.encoder_self), len(answer.decoder_self), len(answer.cross)) == (NUM_LAYERS * NUM_HEADS, 0, 0)
+    assert not answer.target_tokens
+    assert details_of(refused).field == "target_text"
+
+
+async def test_get_positions_answers_as_many_positions_as_the_model_has_by_default() -> None:
+    async with serving() as served:
+        answer = await stub_of(served).GetPositions(pb.GetPositionsRequest())
+        three = await stub_of(served).GetPositions(pb.GetPositionsRequest(num_positions=3))
+    assert [each.part for each in answer.encodings] == [pb.ARCHITECTURE_ENCODER, pb.ARCHITECTURE_DECODER]
+    for whole, first in zip(answer.encodings, three.encodings, strict=True):
+        assert (whole.kind, whole.rows, whole.columns) == (pb.POSITION_KIND_SINUSOIDAL, 64, 32)
+        assert (first.rows, first.columns, len(first.decay)) == (3, 32, 3)
+        assert first.values == whole.values[: 3 * 32]
+
+
 class HeldExplainer(FakeExplainer):
     """Explainer that blocks every call until released, and records the calling threads."""
 
@@ -202,6 +234,8 @@ BAD_REQUESTS: list[tuple[str, dict[str, Any], str, str]] = [
     ("Embed", dict(text="a", pooling=7), "pooling", "values of Pooling"),
     ("Explain", dict(target_text="a"), "source", "text or token_ids"),
     ("Explain", dict(token_ids=pb.TokenIds(ids=[280]), target_text="a"), "token_ids", "280"),
+    ("Explain", dict(text="a", target_text="b", text_pair="c"), "text_pair", "only encoder-only models"),
+    ("GetPositions", dict(num_positions=65), "num_positions", "0 to 64"),
     ("Explain", dict(text="a", target_token_ids=pb.TokenIds(ids=[280])), "target_token_ids", "280"),
     ("Explain", dict(text="a", target_token_ids=pb.TokenIds(ids=[5] * 32)), "target_token_ids", "at most 31"),
     ("Explain", dict(token_ids=pb.TokenIds(ids=[5] * 32), target_text="a"), "token_ids", "at most 32"),

@@ -12,7 +12,7 @@ from antiphon.v1 import inference_pb2 as pb
 
 
 class AttentionExplainer(Protocol):
-    """Computes attention maps and reads tables of positions, one call at a time. Blocks."""
+    """Computes attention maps, one call at a time. Blocks."""
 
     def explain(
         self, source_ids: Sequence[int] = (), target_ids: Sequence[int] = (), type_ids: Sequence[int] = ()
@@ -26,9 +26,6 @@ class AttentionExplainer(Protocol):
 
     def longest_target(self, source_len: int) -> int:
         """Return the largest number of decoder tokens whose maps, with those of a source, are not too many."""
-
-    def position_tables(self) -> Mapping[str, NDArray[np.float32]]:
-        """Return the learned tables of positions by name, see model/bundle/explain_session.py."""
 
 
 def explain_response(

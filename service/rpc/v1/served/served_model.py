@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 from antiphon.model.bundle.manifest import GenerationDefaults
 from antiphon.model.config import ModelConfig
@@ -21,7 +25,8 @@ class ServedModel:
     description: message that clients get. text: conversion of texts to the model's ids.
     explainer: computes attention maps; None if the bundle has no graph for them.
     scorer: scores next tokens; None for encoder-only models and on a GPU.
-    generation: defaults of generation options.
+    read_position_tables: reads the learned tables of positions by name, see model/bundle/position_tables.py; None if
+    the bundle has none. generation: defaults of generation options.
     """
 
     description: pb.Model
@@ -30,6 +35,7 @@ class ServedModel:
     config: ModelConfig
     explainer: AttentionExplainer | None = None
     scorer: NextTokenScorer | None = None
+    read_position_tables: Callable[[], Mapping[str, NDArray[np.float32]]] | None = None
     generation: GenerationDefaults = NO_DEFAULTS
 
     @property
