@@ -164,7 +164,7 @@ clean: ## Remove .venv and all build results.
 # torch stays out of the locks: see [tool.uv.dependency-metadata] in pyproject.toml.
 UV_COMPILE = build/uv/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate \
 	--no-emit-index-url --no-emit-find-links --custom-compile-command "make lock"
-UV_EXTRAS = --group build --extra server --no-emit-package torch
+UV_EXTRAS = --group build --extra server --extra play --no-emit-package torch
 UV_IMAGE = --extra trace --constraint requirements/test.lock $(addprefix --no-emit-package ,$(UNUSED_BY_IMAGE))
 # Packages that tokenizers requires to download a tokenizer by name, which a server never does: 14 packages, 20 MB.
 UNUSED_BY_IMAGE = anyio click colorama filelock fsspec h11 hf-xet httpcore2 httpx2 httpx2-jsfetch huggingface-hub idna \

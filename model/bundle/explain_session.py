@@ -3,37 +3,44 @@
 The server and the check after an export use it. The caller chooses the number of threads and limits the lengths.
 Imports no torch.
 
-Axes: S source, T target, H heads, L encoder layers, Ld decoder layers.
+    source_ids, type_ids  [1, S] int64     of models with an encoder; types of models with token types
+    target_ids            [1, T] int64     of models with a decoder: all tokens that it reads, the prompt included
+    encoder_self          [L, H, S, S]     attention weights, float32
+    decoder_self          [Ld, H, T, T]
+    cross                 [Ld, H, T, S]    of models with both parts
+    {part}_positions      [max_len, W]     constants: vectors of learned positions
+    {part}_biases         [H, 2 R + 1]     constants: T5's biases of the distances from -R to R, key minus query
+    encoder_distances     [2 R + 1, M]     constants: vectors of these distances, of disentangled attention
+
+Axes: S source, T target, H heads, L encoder layers, Ld decoder layers, W width of the embeddings, M model width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from antiphon.model.bundle.graph import GraphError
+from antiphon.model.bundle.onnx_runtime import ort
 from antiphon.model.bundle.session import explain_session
+from antiphon.model.config import ModelConfig
 
-INPUTS = ["source_ids", "target_ids"]
-OUTPUTS = ["encoder_self", "decoder_self", "cross"]
+MAPS = ("encoder_self", "decoder_self", "cross")
 
 Floats = NDArray[np.float32]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Explanation:
-    """Attention weights: encoder_self [L, H, S, S], decoder_self [Ld, H, T, T], cross [Ld, H, T, S] float32.
-
-    The weights of one query sum to 1; masked keys have weight 0.
-    """
-
-    encoder_self: Floats
-    decoder_self: Floats
-    cross: Floats
+def explain_inputs(config: ModelConfig) -> list[str]:
+    """Return the names of the graph's inputs."""
+    wanted = {
+        "source_ids": config.encoder_layers > 0,
+        "type_ids": config.token_types > 0,
+        "target_ids": config.decoder_layers > 0,
+    }
+    return [name for name, is_wanted in wanted.items() if is_wanted]
 
 
 class ExplainSession:
@@ -45,16 +52,36 @@ class ExplainSession:
             self._session = explain_session(path, threads)
         except Exception as error:  # onnxruntime's exceptions share no narrower base
             raise GraphError(f"{path}: the explain graph cannot be loaded: {error}") from error
+        self._inputs = [port.name for port in self._session.get_inputs()]
+        self._outputs = [port.name for port in self._session.get_outputs()]
 
-    def run(self, source_ids: Sequence[int], target_ids: Sequence[int]) -> Explanation:
-        """Return the attention weights for a source with its end token and a target with its begin token.
+    def run(
+        self, source_ids: Sequence[int] = (), target_ids: Sequence[int] = (), type_ids: Sequence[int] = ()
+    ) -> dict[str, Floats]:
+        """Return the attention weights by name for the tokens that the encoder and the decoder read.
+
+        The weights of one query sum to 1; masked keys have weight 0. An attention that the model lacks has no entry.
+        source_ids: with end token. target_ids: with begin token or prompt. type_ids: token types of the source; empty
+        if all are 0. Raises GraphError naming the file when the graph fails.
+        """
+        types = type_ids or [0] * len(source_ids)
+        ids = {"source_ids": source_ids, "type_ids": types, "target_ids": target_ids}
+        return self._run([name for name in MAPS if name in self._outputs], ids)
+
+    def position_tables(self) -> dict[str, Floats]:
+        """Return the constants of positions by output name, without a forward pass; an older graph has none.
 
         Raises GraphError naming the file when the graph fails.
         """
-        arrays = (np.array([ids], np.int64) for ids in (source_ids, target_ids))
+        names = [name for name in self._outputs if name not in MAPS]
+        return self._run(names, dict.fromkeys(self._inputs, (0,))) if names else {}
+
+    def _run(self, names: Sequence[str], ids: Mapping[str, Sequence[int]]) -> dict[str, Floats]:
+        """Return these outputs by name; only the nodes that they need are run."""
+        options = ort.RunOptions()
+        options.only_execute_path_to_fetches = True
         try:
-            outputs = self._session.run(OUTPUTS, dict(zip(INPUTS, arrays, strict=True)))
+            given = {name: np.array([ids[name]], np.int64) for name in self._inputs}
+            return dict(zip(names, self._session.run(names, given, options), strict=True))
         except Exception as error:  # onnxruntime's exceptions share no narrower base
             raise GraphError(f"{self._path}: the explain graph failed: {error}") from error
-        encoder_self, decoder_self, cross = outputs
-        return Explanation(encoder_self=encoder_self, decoder_self=decoder_self, cross=cross)

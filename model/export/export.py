@@ -174,9 +174,8 @@ def write_graphs(
         for lowering in tqdm(dict.fromkeys(map(_traced, lowerings)), desc="trace", unit="lowering", disable=None)
         for part in _graphs_of(model.config)
     }
-    # An explain graph needs a source and a target, and weights that a CPU reads.
-    is_explained = explain and model.config.architecture == "encoder-decoder" and {*lowerings} != {"cuda"}
-    explain_graph = trace_explain(model) if is_explained else None
+    # An explain graph needs weights that a CPU reads.
+    explain_graph = trace_explain(model) if explain and {*lowerings} != {"cuda"} else None
     sets = []
     for precision in precisions:
         explain_name: str | None = None

@@ -12,23 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from antiphon.model.config import LinearScaling, ModelConfig, RopeScaling, Sinusoids
+from antiphon.model.config import ModelConfig, RopeScaling, Sinusoids
+from antiphon.model.ops import fixed_positions
 
 
 def sinusoidal_table(length: int, width: int, layout: Sinusoids = "interleaved") -> Tensor:
-    """Return sines and cosines of each position, [length, width] float32 (Vaswani et al. 2017, section 3.5).
-
-    interleaved  sines in even columns, cosines in odd columns: the paper
-    halves       all sines, then all cosines: Marian, PEGASUS
-    fairseq      as halves, but the slowest rate is exactly 1/10000; in the paper it is larger: M2M-100, NLLB
-    """
-    position = torch.arange(length, dtype=torch.float64)[:, None]
-    last = width - 2 if layout == "fairseq" else width
-    rate = torch.exp(torch.arange(0, width, 2, dtype=torch.float64) * (-math.log(10000.0) / last))
-    sin, cos = torch.sin(position * rate), torch.cos(position * rate)
-    if layout == "interleaved":
-        return torch.stack((sin, cos), dim=-1).flatten(1).float()
-    return torch.cat((sin, cos), dim=1).float()
+    """Return sines and cosines of each position, [length, width] float32; see ops/fixed_positions.py."""
+    return torch.from_numpy(fixed_positions.sinusoids(length, width, layout))
 
 
 class AbsolutePositions(nn.Module):
@@ -65,19 +55,8 @@ class AbsolutePositions(nn.Module):
 
 
 def rotary_rates(width: int, theta: float, scaling: RopeScaling | None, device: torch.device) -> Tensor:
-    """Return the increase of each angle from one position to the next, [width / 2] float32, in radians.
-
-    Su et al. 2021, section 3.4. Scaling "llama3" is that of Llama 3.1: angles with many turns within the original
-    length keep their rate, angles with few turns are slower.
-    """
-    rate = theta ** (-torch.arange(0, width, 2, device=device, dtype=torch.float32) / width)
-    if scaling is None:
-        return rate
-    if isinstance(scaling, LinearScaling):
-        return rate / scaling.factor
-    turns = rate * (scaling.original_max_position_embeddings / (2 * math.pi))
-    kept = ((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)).clamp(0, 1)
-    return rate * (kept + (1 - kept) / scaling.factor)
+    """Return the increase of each angle from one position to the next, [width / 2] float32, in radians."""
+    return torch.from_numpy(fixed_positions.rotary_rates(width, theta, scaling)).to(device)
 
 
 def rotary_tables(positions: Tensor, width: int, theta: float, scaling: RopeScaling | None) -> tuple[Tensor, Tensor]:
@@ -99,14 +78,8 @@ def rotate(vectors: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def alibi_slopes(num_heads: int) -> Tensor:
-    """Return ALiBi slopes [H] float32 (Press et al. 2022, section 3).
-
-    If num_heads is not a power of two, the slopes are those of the authors' code.
-    """
-    power = 2 ** math.floor(math.log2(num_heads))
-    slopes = [2 ** (-8 * (head + 1) / power) for head in range(power)]
-    slopes += [2 ** (-4 * (2 * head + 1) / power) for head in range(num_heads - power)]
-    return torch.tensor(slopes, dtype=torch.float32)
+    """Return ALiBi slopes [H] float32 (Press et al. 2022, section 3)."""
+    return torch.from_numpy(fixed_positions.alibi_slopes(num_heads))
 
 
 def relative_bucket(distance: Tensor, *, bidirectional: bool, buckets: int, max_distance: int) -> Tensor:

@@ -21,6 +21,7 @@ from antiphon.controls.table import MAX_SEED as MAX_SEED
 from antiphon.controls.table import EarlyStopping as EarlyStopping
 from antiphon.controls.table import SamplingFields
 from antiphon.model.head_config import Task as HeadTask
+from antiphon.service.domain.beam_steps import BeamStep
 from antiphon.service.domain.combinations import Controls, check_combination
 from antiphon.service.domain.ranges import FREE, check_free, check_ranges
 
@@ -211,6 +212,11 @@ class Request(ABC):
         return False
 
     @property
+    def reports_beam_steps(self) -> bool:
+        """True when the answer of a Generate contains every step of its beam search."""
+        return False
+
+    @property
     def target_ids(self) -> tuple[int, ...]:
         """Tokens that a Score scores."""
         return ()
@@ -324,6 +330,8 @@ class TokenEvent:
     score: for a finished output: the score of a hypothesis, or the sum of the log-probabilities if requested.
     num_generated: in the last event: number of target tokens produced for all outputs, end tokens included.
     timing: in the last event.
+    cache_blocks: in the last event: maximum number of cache blocks that the request held at one time.
+    beam_steps: in the last event: steps of the beam search, if requested.
     readout: result of a task without a target.
     """
 
@@ -336,5 +344,7 @@ class TokenEvent:
     is_last: bool = False
     num_generated: int = 0
     timing: Timing | None = None
+    cache_blocks: int = 0
+    beam_steps: tuple[BeamStep, ...] = ()
     readout: Readout | None = field(default=None, compare=False)
     error: Exception | None = field(default=None, compare=False)

@@ -38,12 +38,14 @@ class Generate(WithTarget):
 
     stop_matcher: makes the stop string matcher of one output; None if there are no stop strings.
     is_streamed: the client reads tokens while they are generated. Otherwise a beam search reports only its end.
+    reports_beam_steps: the answer contains every step of the beam search; only with a beam_width above 1.
     """
 
     task: Task = field(default=Task.GENERATE, init=False, repr=False)
     params: SamplingParams = field()
     stop_matcher: Callable[[], StopMatcher] | None = None
     is_streamed: bool = True
+    reports_beam_steps: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

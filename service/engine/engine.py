@@ -19,6 +19,7 @@ from antiphon.service.domain.errors import AntiphonError, DeadlineExceeded, Engi
 from antiphon.service.domain.limits import EngineLimits
 from antiphon.service.domain.request import ANSWERED, FinishReason, Pooling, Priority, Request, Task, TokenEvent
 from antiphon.service.engine.cache.block_pool import BlockPool
+from antiphon.service.engine.cache.holders import BlockHolder, holder_of
 from antiphon.service.engine.heartbeat import Heartbeat
 from antiphon.service.engine.lane import Lane
 from antiphon.service.engine.queue.request_queue import RequestQueue
@@ -140,6 +141,16 @@ class Engine:
     def num_free_blocks(self) -> int:
         """Cache blocks that no request holds."""
         return self._pool.num_free
+
+    def block_holders(self) -> list[BlockHolder]:
+        """Return the running requests that hold cache blocks, by ticket, all at the same moment.
+
+        Blocks until no lane changes its state, which all of them permit while their graphs run: call it outside the
+        event loop. Steps wait only while the blocks are copied.
+        """
+        with self._state_lock:
+            held = [holder_of(group) for lane in self._lanes for group in lane.stepper.admitted if group.blocks]
+        return sorted(held, key=lambda holder: holder.ticket)
 
     def start(self) -> None:
         """Start the thread and accept requests; once."""

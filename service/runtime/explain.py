@@ -1,18 +1,17 @@
-"""Attention weights of a bundle's model for a source and a target, one call at a time, outside the engine.
+"""Attention weights and learned positions of a bundle's model, one call at a time, outside the engine.
 
 Loads the explain graph at the first call and bounds the size of an answer. Knows token ids, not text.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Sequence
 
-from antiphon.model.bundle.explain_session import ExplainSession, Explanation
+from antiphon.model.bundle.explain_session import ExplainSession, Floats
 from antiphon.model.bundle.manifest import Bundle, Precision
 from antiphon.service.domain.errors import Unsupported
-
-__all__ = ["MAX_WEIGHTS", "Explainer", "Explanation"]
 
 # Maximum number of attention weights of one answer: with 4 bytes each, in memory and on the wire, 64 MiB. The number
 # grows with the square of the lengths; the shipped model's longest source and target have 5.2 million.
@@ -37,34 +36,30 @@ class Explainer:
         """True when the bundle has an explain graph."""
         return self._name is not None
 
-    @property
-    def max_source_len(self) -> int:
-        """Longest source in tokens, the end token included."""
-        return self._bundle.manifest.model.max_source_len
-
-    @property
-    def max_target_len(self) -> int:
-        """Longest target in tokens, without the begin token that is prepended."""
-        return self._bundle.manifest.model.max_target_len - 1
-
     def num_weights(self, source_len: int, target_len: int) -> int:
-        """Return the number of attention weights of an answer; lengths are those of the arguments of `explain`."""
-        model, target_len = self._bundle.manifest.model, target_len + 1
+        """Return the number of attention weights for tokens that encoder and decoder read; 0 for a missing part."""
+        model = self._bundle.manifest.model
         per_head = model.encoder_layers * source_len**2 + model.decoder_layers * target_len * (target_len + source_len)
         return model.num_heads * per_head
 
-    def explain(self, source_ids: Sequence[int], target_ids: Sequence[int], begin_id: int | None = None) -> Explanation:
-        """Return the weights of a source, end token included, and a target, to which the begin token is prepended.
+    def longest_target(self, source_len: int) -> int:
+        """Return the largest number of decoder tokens whose weights, with a source's, are at most MAX_WEIGHTS."""
+        model = self._bundle.manifest.model
+        left = (MAX_WEIGHTS // model.num_heads - model.encoder_layers * source_len**2) // model.decoder_layers
+        # The positive root of T^2 + source_len * T = left.
+        return (math.isqrt(source_len**2 + 4 * left) - source_len) // 2 if left > 0 else 0
 
-        begin_id: replaces the model's begin token.
+    def explain(
+        self, source_ids: Sequence[int] = (), target_ids: Sequence[int] = (), type_ids: Sequence[int] = ()
+    ) -> dict[str, Floats]:
+        """Return the attention weights by name (explain_session.py) for the tokens that encoder and decoder read.
+
+        source_ids: with end token; empty for a decoder-only model. target_ids: with begin token, or prompt; empty for
+        an encoder-only model. type_ids: token types of the source; empty if all are 0.
 
         The caller has checked lengths and ids. Raises Unsupported if the bundle has no explain graph or the answer
         would exceed MAX_WEIGHTS, GraphError if the graph fails.
         """
-        if self._name is None:
-            raise Unsupported(
-                f"bundle {self._bundle.manifest.name!r} holds no explain graph; antiphon export writes one"
-            )
         num_weights = self.num_weights(len(source_ids), len(target_ids))
         if num_weights > MAX_WEIGHTS:
             raise Unsupported(
@@ -72,7 +67,21 @@ class Explainer:
                 f"at most {MAX_WEIGHTS} are computed"
             )
         with self._lock:
-            if self._session is None:
-                self._session = ExplainSession(self._bundle.file(self._name), threads=self._threads)
-            first_id = self._bundle.manifest.model.bos_id if begin_id is None else begin_id
-            return self._session.run(source_ids, [first_id, *target_ids])
+            return self._opened().run(source_ids, target_ids, type_ids)
+
+    def position_tables(self) -> dict[str, Floats]:
+        """Return the learned tables of positions by name, see bundle/explain_session.py; an older graph has none.
+
+        Raises Unsupported if the bundle has no explain graph, GraphError if the graph fails.
+        """
+        with self._lock:
+            return self._opened().position_tables()
+
+    def _opened(self) -> ExplainSession:
+        if self._name is None:
+            raise Unsupported(
+                f"bundle {self._bundle.manifest.name!r} holds no explain graph; antiphon export writes one"
+            )
+        if self._session is None:
+            self._session = ExplainSession(self._bundle.file(self._name), threads=self._threads)
+        return self._session

@@ -1,4 +1,4 @@
-"""antiphon.v1.AdminService: loads and unloads models through a separate port.
+"""antiphon.v1.AdminService: loads and unloads models through a separate port, and shows their memory and caches.
 
 The port is off by default, and on loopback by default: every client that reaches it may load any bundle of this disk.
 It also serves channelz, which shows every connection of the process with the addresses of its clients.
@@ -6,6 +6,7 @@ It also serves channelz, which shows every connection of the process with the ad
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
@@ -18,9 +19,11 @@ from pydantic import TypeAdapter, ValidationError
 
 from antiphon.service.domain.errors import BadBundle, InvalidArgument
 from antiphon.service.observability.telemetry import Telemetry
+from antiphon.service.rpc.calls.background import in_background
 from antiphon.service.rpc.calls.method_handlers import handlers_of
 from antiphon.service.rpc.calls.rpc import Context, InFlight, Method
 from antiphon.service.rpc.calls.waits.client_waits import ClientWaits
+from antiphon.service.rpc.v1.models import Served
 from antiphon.service.server.listener import HANDSHAKE_OPTION, OTHER_PORT_CONNECTIONS
 from antiphon.service.server.models.control import Control
 from antiphon.service.server.models.memory import MemoryBudget
@@ -48,6 +51,10 @@ class Admin(Protocol):
 
     async def get_memory(self, message: pb.GetMemoryRequest, context: Context) -> pb.GetMemoryResponse:
         """Return the bytes of each model in the memory budget."""
+        ...
+
+    async def get_cache(self, message: pb.GetCacheRequest, context: Context) -> pb.GetCacheResponse:
+        """Return the cache blocks of each model, and the running requests that hold them."""
         ...
 
 
@@ -89,6 +96,12 @@ class AdminServicer:
         ]
         return pb.GetMemoryResponse(budget_bytes=self._budget.limit_bytes, models=models)
 
+    async def get_cache(self, message: pb.GetCacheRequest, context: Context) -> pb.GetCacheResponse:
+        """Return the cache blocks of each model, or of the named one, and the running requests that hold them."""
+        models = self._control.models
+        chosen = [models.find(message.model)] if message.model else sorted(models, key=lambda one: one.name)
+        return pb.GetCacheResponse(caches=await asyncio.gather(*map(_cache_use, chosen)))
+
 
 def build_admin_server(
     servicer: Admin,
@@ -108,11 +121,24 @@ def build_admin_server(
         "LoadModel": servicer.load_model,
         "UnloadModel": servicer.unload_model,
         "GetMemory": servicer.get_memory,
+        "GetCache": servicer.get_cache,
     }
     server.add_generic_rpc_handlers((handlers_of(SERVICE, methods, InFlight(telemetry, waits)),))
     channelz.add_channelz_servicer(server)
     reflection.enable_server_reflection((SERVICE.full_name, CHANNELZ_NAME, reflection.SERVICE_NAME), server)
     return server
+
+
+async def _cache_use(served: Served) -> pb.CacheUse:
+    """Return the use of one model's cache. Its engine is asked in a thread, because a step may be under way."""
+    engine = served.engine
+    holders = [
+        pb.CacheHolder(
+            request_number=holder.ticket, source_blocks=holder.source_blocks, target_blocks=holder.target_blocks
+        )
+        for holder in await in_background(engine.block_holders, "cache")
+    ]
+    return pb.CacheUse(model=served.name, num_blocks=engine.num_blocks, holders=holders)
 
 
 def _checked_name(name: str) -> str:

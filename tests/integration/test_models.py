@@ -132,6 +132,22 @@ def test_metrics_have_a_label_for_the_model(both: ServerProcess) -> None:
     assert sum(held) == sum(m.weight_bytes + m.cache_bytes + m.workspace_bytes for m in memory.models)
 
 
+def test_caches_of_all_models_or_of_one_are_reported(both: ServerProcess) -> None:
+    with Client(both.target) as client, AdminClient(both.admin_target) as admin:
+        described = {model.name: model.cache for model in client.list_models()}
+        memory = {model.name: model.cache_bytes for model in admin.get_memory().models}
+        caches = admin.get_cache().caches
+        assert [cache.model for cache in caches] == ["de", "tiny"]
+        for cache in caches:
+            assert cache.num_blocks == described[cache.model].num_blocks > 0
+            assert cache.num_blocks * described[cache.model].block_bytes == memory[cache.model]
+            assert cache.worker == 0
+        assert [cache.model for cache in admin.get_cache("tiny").caches] == ["tiny"]
+        with pytest.raises(ServerError, match="'fr' is not served here") as caught:
+            admin.get_cache("fr")
+    assert (caught.value.code, caught.value.reason) == (grpc.StatusCode.NOT_FOUND, "MODEL_NOT_FOUND")
+
+
 BAD_LOADS: dict[str, tuple[dict[str, Any], grpc.StatusCode, str, str | None]] = {
     "name": ({"name": "a/b"}, grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD", "name"),
     "no name": ({"name": ""}, grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD", "name"),

@@ -25,7 +25,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 
 from antiphon.admin_client import AdminClient
-from antiphon.client import AsyncClient, Client, Generation, Options
+from antiphon.client import AsyncClient, Client, Generation, Options, ServerError
 from antiphon.client.placement import Offer, offer_of
 from antiphon.service.server.workers.merged_metrics import GAUGES
 from antiphon.service.tools.capacity.sizing.footprint import SUPERVISOR_BYTES
@@ -207,6 +207,17 @@ async def test_model_is_loaded_into_and_unloaded_from_both_workers(two: ServerPr
                 listed = await reached.stub(worker).ListModels(pb.ListModelsRequest())
                 assert names(listed.models) == [two.model]
     assert not any("guest" in sample for sample in two.metrics())
+
+
+def test_caches_of_both_workers_are_reported(two: ServerProcess) -> None:
+    with Client(two.target) as client, AdminClient(two.admin_target) as admin:
+        num_blocks = client.get_model().cache.num_blocks
+        for caches in (admin.get_cache().caches, admin.get_cache(two.model).caches):
+            found = [(cache.model, cache.worker, cache.num_blocks) for cache in caches]
+            assert found == [(two.model, worker, num_blocks) for worker in (0, 1)]
+        with pytest.raises(ServerError, match="'fr' is not served here") as caught:
+            admin.get_cache("fr")
+    assert (caught.value.code, caught.value.reason) == (grpc.StatusCode.NOT_FOUND, "MODEL_NOT_FOUND")
 
 
 async def test_killed_worker_loses_only_its_own_calls_and_is_replaced(bundle: Path) -> None:

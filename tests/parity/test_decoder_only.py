@@ -334,6 +334,7 @@ async def test_decoder_only_model_refuses_by_field_and_by_ability(imported: Impo
         described = await client.get_model()
         assert (described.architecture, list(described.tasks)) == (pb.ARCHITECTURE_DECODER, [])
         assert (described.limits.max_source_len, described.limits.max_target_len) == (limit - 1, limit)
+        assert described.cache.num_blocks * described.cache.block_tokens >= limit
 
 
 async def refused(call: Any) -> ServerError:

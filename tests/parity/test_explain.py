@@ -19,7 +19,8 @@ from antiphon.model.bundle.explain_session import ExplainSession
 from antiphon.model.bundle.graph import GraphError
 from antiphon.model.bundle.manifest import Bundle, BundleError, Lowering, load_bundle
 from antiphon.model.checkpoints.checkpoint import Checkpoint
-from antiphon.model.export.explain.explain_graph import ExplainModule, rounded, trace_explain, verify_explain
+from antiphon.model.export.explain.explain_graph import rounded, trace_explain, verify_explain
+from antiphon.model.export.explain.explain_module import ExplainModule
 from antiphon.model.export.explain.explain_weights import Layout, store_as
 from antiphon.model.export.export import export_bundle, write_graphs
 from antiphon.model.export.verification.verify import VerificationError
@@ -33,7 +34,7 @@ from tests.parity.conftest import VARIANTS
 from tests.parity.exports import small_config
 
 SOURCE = [11, 12, 13, 14, 15, 2]
-TARGET = [21, 22, 23]
+TARGET = [1, 21, 22, 23]
 
 # Widths that are not multiples of the packing sizes, so that slices must remove the padding of packed weights.
 ODD: dict[str, object] = dict(d_model=72, head_dim=20, num_heads=3, d_ff=90, vocab_size=270)
@@ -58,17 +59,17 @@ def observed_values(model: Transformer, run: Callable[[], object]) -> dict[str, 
 def test_explain_module_has_the_attention_weights_of_the_model(overrides: dict[str, object]) -> None:
     """Weights times values must be equal to the outputs of the model's attention, which is separate code."""
     model = random_transformer(small_config(**overrides))
-    given = torch.tensor([SOURCE]), torch.tensor([[1, *TARGET]])
+    given = torch.tensor([SOURCE]), torch.tensor([TARGET])
     expected = observed_values(model, lambda: model(*given))
     found = observed_values(model, lambda: ExplainModule(model)(*given))
     with torch.no_grad():
-        maps = ExplainModule(model)(*given)
+        maps = ExplainModule(model).maps(*given)
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, atol=1e-5, rtol=0, msg=name)
-    for weights in maps:
+    for weights in maps.values():
         torch.testing.assert_close(weights.sum(dim=-1), torch.ones(weights.shape[:-1]))
-    assert not maps[1].triu(1).any()
+    assert not maps["decoder_self"].triu(1).any()
 
 
 @pytest.mark.parametrize("overrides", [ODD, *VARIANTS.values()], ids=["odd", *VARIANTS])
@@ -125,35 +126,30 @@ def test_explain_graph_contains_only_standard_onnx_operators(bundle: Bundle) -> 
 
 
 @pytest.mark.parametrize("precision", ["float32", "int8"])
-def test_explainer_returns_the_weights_of_the_model_with_the_begin_token_first(
-    bundle: Bundle, checkpoint: Checkpoint, precision: str
-) -> None:
-    explanation = Explainer(bundle, precision=precision).explain(SOURCE, TARGET)  # type: ignore[arg-type]
-    reference = ExplainModule(rounded(checkpoint.model, precision))  # type: ignore[arg-type]
+def test_explainer_returns_the_weights_of_the_model(bundle: Bundle, checkpoint: Checkpoint, precision: str) -> None:
+    found = Explainer(bundle, precision=precision).explain(SOURCE, TARGET)  # type: ignore[arg-type]
+    reference = rounded(ExplainModule(checkpoint.model), precision)  # type: ignore[arg-type]
     with torch.no_grad():
-        expected = reference(torch.tensor([SOURCE]), torch.tensor([[checkpoint.config.bos_id, *TARGET]]))
-    for found, wanted in zip(
-        (explanation.encoder_self, explanation.decoder_self, explanation.cross), expected, strict=True
-    ):
-        np.testing.assert_allclose(found, wanted.numpy(), atol=1e-5)
-    assert explanation.cross.shape == (2, 4, len(TARGET) + 1, len(SOURCE))
+        expected = reference.maps(torch.tensor([SOURCE]), torch.tensor([TARGET]))
+    assert found.keys() == expected.keys()
+    for name, wanted in expected.items():
+        np.testing.assert_allclose(found[name], wanted.numpy(), atol=1e-5)
+    assert found["cross"].shape == (2, 4, len(TARGET), len(SOURCE))
 
 
 def test_explainer_prefers_int8(bundle: Bundle) -> None:
-    found = Explainer(bundle).explain(SOURCE, TARGET)
-    np.testing.assert_array_equal(found.cross, Explainer(bundle, precision="int8").explain(SOURCE, TARGET).cross)
-    assert not np.array_equal(found.cross, Explainer(bundle, precision="float32").explain(SOURCE, TARGET).cross)
+    found = Explainer(bundle).explain(SOURCE, TARGET)["cross"]
+    np.testing.assert_array_equal(found, Explainer(bundle, precision="int8").explain(SOURCE, TARGET)["cross"])
+    assert not np.array_equal(found, Explainer(bundle, precision="float32").explain(SOURCE, TARGET)["cross"])
 
 
-def test_explainer_accepts_the_longest_source_and_target_and_an_empty_target(bundle: Bundle) -> None:
+def test_explainer_accepts_the_longest_source_and_target_and_a_begin_token_alone(bundle: Bundle) -> None:
     explainer = Explainer(bundle)
-    longest = explainer.explain([5] * explainer.max_source_len, [6] * explainer.max_target_len)
-    assert longest.encoder_self.shape[2:] == (48, 48)
-    assert longest.decoder_self.shape[2:] == (24, 24)
-    assert sum(maps.size for maps in (longest.encoder_self, longest.decoder_self, longest.cross)) == (
-        explainer.num_weights(explainer.max_source_len, explainer.max_target_len)
-    )
-    assert explainer.explain(SOURCE, []).decoder_self.tolist() == np.ones((2, 4, 1, 1)).tolist()
+    longest = explainer.explain([5] * 48, [6] * 24)
+    assert longest["encoder_self"].shape[2:] == (48, 48)
+    assert longest["decoder_self"].shape[2:] == (24, 24)
+    assert sum(maps.size for maps in longest.values()) == explainer.num_weights(48, 24)
+    assert explainer.explain(SOURCE, [1])["decoder_self"].tolist() == np.ones((2, 4, 1, 1)).tolist()
 
 
 def test_explainer_refuses_a_bundle_without_the_graph(checkpoint: Checkpoint, tmp_path: Path) -> None:
@@ -169,15 +165,17 @@ def test_explainer_refuses_more_weights_than_its_bound(bundle: Bundle, monkeypat
     explainer = Explainer(bundle)
     monkeypatch.setattr(explain, "MAX_WEIGHTS", explainer.num_weights(len(SOURCE), len(TARGET)))
     explainer.explain(SOURCE, TARGET)
-    with pytest.raises(Unsupported, match="6 source and 4 target tokens have 728 attention weights; at most 608"):
+    with pytest.raises(Unsupported, match="6 source and 5 target tokens have 728 attention weights; at most 608"):
         explainer.explain(SOURCE, [*TARGET, 5])
 
 
 def test_explainer_gives_equal_answers_in_several_threads(bundle: Bundle) -> None:
     explainer = Explainer(bundle)
-    expected = Explainer(bundle).explain(SOURCE, TARGET).cross
+    expected = Explainer(bundle).explain(SOURCE, TARGET)["cross"]
     found: list[np.ndarray] = []
-    threads = [threading.Thread(target=lambda: found.append(explainer.explain(SOURCE, TARGET).cross)) for _ in range(8)]
+    threads = [
+        threading.Thread(target=lambda: found.append(explainer.explain(SOURCE, TARGET)["cross"])) for _ in range(8)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -233,6 +233,7 @@ async def test_refusals_name_the_field_or_the_abilities_of_the_model(bundles: di
         described = await client.get_model()
     assert described.architecture == pb.ARCHITECTURE_ENCODER
     assert described.mask_token == "[MASK]"
+    assert not described.HasField("cache")
     tasks = {one.task: list(one.labels) for one in described.tasks}
     assert tasks == {pb.TASK_FILL_MASK: [], pb.TASK_NEXT_SENTENCE: ["is_next", "not_next"], pb.TASK_POOL: []}
     assert (described.limits.max_source_len, described.limits.max_target_len) == (40, 0)

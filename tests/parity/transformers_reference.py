@@ -66,7 +66,7 @@ class Reference(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyped-ca
         return Seq2SeqLMOutput(logits=torch.stack(rows)[:, None])
 
 
-def generate(
+def search(
     reference: Reference,
     *,
     max_new_tokens: int,
@@ -74,14 +74,21 @@ def generate(
     permits: Callable[[int, Any], list[int]] | None = None,
     processors: Sequence[LogitsProcessor] = (),
     **options: Any,
-) -> list[tuple[list[int], float | None]]:
-    """Return the result of `generate` for one source: ids after the prefix, without the end token, and scores.
+) -> Any:
+    """Return the object that `generate` returns for one source: sequences, scores and indices of beams.
 
     permits: see `prefix_allowed_tokens_fn` of transformers. processors: run after transformers' own.
     """
-    eos_id = reference.generation_config.eos_token_id
     asked = {"max_new_tokens": max_new_tokens, "do_sample": False} | options
-    made = _generate(reference, prefix, asked, prefix_allowed_tokens_fn=permits, logits_processor=processors)
+    return _generate(reference, prefix, asked, prefix_allowed_tokens_fn=permits, logits_processor=processors)
+
+
+def generate(
+    reference: Reference, *, prefix: Sequence[int] = (), **options: Any
+) -> list[tuple[list[int], float | None]]:
+    """Return the result of `search`: ids after the prefix, without the end token, and scores."""
+    eos_id = reference.generation_config.eos_token_id
+    made = search(reference, prefix=prefix, **options)
     ends = {eos_id} if isinstance(eos_id, int) else set(eos_id)
     ends |= set(options.get("eos_token_id", ())) if not isinstance(options.get("eos_token_id"), int) else set()
     targets = [_until_end(row[1 + len(prefix) :].tolist(), ends) for row in made.sequences]

@@ -1,10 +1,7 @@
 """Export of the explain graph, which takes a source and a target and returns the attention weights of every head.
 
-Implements the Transformer's forward pass a second time, for every ModelConfig, with its attention weights as outputs.
-The arithmetic is float32 at every precision; int8 weights are unpacked in the graph (explain_weights.py). The graph is
-not on the path of ordinary requests, so the code prefers clarity to speed. Writes no file.
-
-Axes: S source, T target, M model width, H heads, D head width, L encoder layers, Ld decoder layers.
+The arithmetic is float32 at every precision; int8 weights are unpacked in the graph (explain_weights.py). Writes no
+file.
 """
 
 from __future__ import annotations
@@ -17,135 +14,38 @@ import onnx_ir as ir
 import torch
 from torch import Tensor, nn
 
-from antiphon.model.bundle.explain_session import INPUTS, OUTPUTS, ExplainSession
+from antiphon.model.bundle.explain_session import ExplainSession, explain_inputs
 from antiphon.model.bundle.manifest import Precision
 from antiphon.model.config import ModelConfig
+from antiphon.model.export.explain.explain_module import ExplainModule
 from antiphon.model.export.graphs.simplify import forget_shapes, simplify
 from antiphon.model.export.graphs.trace import OPSET, quiet_exporter
 from antiphon.model.export.verification.verify import VerificationError
 from antiphon.model.export.weights.quantize import quantize_rows
-from antiphon.model.ops.attention import visible_keys
-from antiphon.model.transformer.layers import CrossAttention, EncoderLayer, SelfAttention
-from antiphon.model.transformer.positions import rotary_tables, rotate
-from antiphon.model.transformer.transformer import Stack, Transformer
+from antiphon.model.transformer.transformer import Transformer
 
 # Sizes of the free axes. They are not 1, which the tracer would treat as a constant, and not equal, which it would
 # treat as one axis.
-_EXAMPLE_SOURCE, _EXAMPLE_TARGET = 7, 11
+_EXAMPLE_LENS = {"source": 7, "target": 11}
+_AXES = {"source_ids": "source", "type_ids": "source", "target_ids": "target"}
 
 # Largest difference of an attention weight, which is 0 to 1. float32 is summed in another order, as in verify.py.
 TOLERANCE = 1e-4
 _CASES = ((1, 1), (9, 4), (33, 17))
 
 
-class ExplainModule(nn.Module):
-    """Forward pass that returns the attention weights only; shares the parameters of a Transformer."""
-
-    def __init__(self, model: Transformer) -> None:
-        assert model.encoder is not None
-        assert model.decoder is not None
-        super().__init__()
-        self.encoder, self.decoder = model.encoder, model.decoder
-
-    def forward(self, source_ids: Tensor, target_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the attention weights of one source and target.
-
-        source_ids: [1, S] int64, end token included; target_ids: [1, T] int64, begin token first
-        Returns encoder_self [L, H, S, S], decoder_self [Ld, H, T, T] and cross [Ld, H, T, S] float32. The weights of
-        a query sum to 1; masked keys have weight 0.
-        """
-        memory, encoder_self = self._encode(source_ids)
-        decoder_self, cross = self._decode(target_ids, memory)
-        return encoder_self, decoder_self, cross
-
-    def _encode(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the memory [1, S, M] and the encoder's attention weights [L, H, S, S]."""
-        hidden, positions, bias = _embedded(self.encoder, ids)
-        maps = []
-        for layer in self.encoder.layers:
-            assert isinstance(layer, EncoderLayer)
-            residual = layer.self_residual
-            update, weights = _self_attention(layer.self_attention, residual.before(hidden), positions, bias)
-            hidden = residual.after(hidden, update)
-            residual = layer.feed_forward_residual
-            hidden = residual.after(hidden, layer.feed_forward(residual.before(hidden)))
-            maps.append(weights)
-        return self.encoder.final_norm(hidden), torch.cat(maps)
-
-    def _decode(self, ids: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the decoder's attention weights over itself [Ld, H, T, T] and over the source [Ld, H, T, S]."""
-        hidden, positions, bias = _embedded(self.decoder, ids)
-        self_maps, cross_maps = [], []
-        for layer in self.decoder.blocks:
-            residual = layer.self_residual
-            update, weights = _self_attention(layer.self_attention, residual.before(hidden), positions, bias)
-            hidden = residual.after(hidden, update)
-            self_maps.append(weights)
-            assert layer.cross_attention is not None
-            assert layer.cross_residual is not None
-            residual = layer.cross_residual
-            update, weights = _cross_attention(layer.cross_attention, residual.before(hidden), memory)
-            hidden = residual.after(hidden, update)
-            cross_maps.append(weights)
-            residual = layer.feed_forward_residual
-            hidden = residual.after(hidden, layer.feed_forward(residual.before(hidden)))
-        return torch.cat(self_maps), torch.cat(cross_maps)
-
-
-def _embedded(stack: Stack, ids: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the embeddings [1, T, M], positions [1, T] and score bias [1, H, T, T] of one sequence."""
-    positions = torch.arange(ids.shape[1], device=ids.device)[None]
-    return stack.embed(ids, positions), positions, stack.relative_bias(positions, ids.shape[1])
-
-
-def _self_attention(
-    attention: SelfAttention, hidden: Tensor, positions: Tensor, bias: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Map hidden [1, T, M] to the update [1, T, M] and the attention weights [1, H, T, T]."""
-    query, key, value = (part.unflatten(-1, attention.heads) for part in attention.qkv(hidden).chunk(3, dim=-1))
-    if attention.rope_theta is not None:
-        cos, sin = rotary_tables(positions, attention.heads[1], attention.rope_theta, attention.rope_scaling)
-        query, key = rotate(query, cos, sin), rotate(key, cos, sin)
-    weights = _weights(query, key, bias, scale=attention.scale, causal=attention.causal)
-    return _weighted_sums(attention.out, weights, value), weights
-
-
-def _cross_attention(attention: CrossAttention, hidden: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-    """Map hidden [1, T, M] and memory [1, S, M] to the update [1, T, M] and the attention weights [1, H, T, S]."""
-    query = attention.query(hidden).unflatten(-1, attention.heads)
-    key, value = (part.unflatten(-1, attention.heads) for part in attention.kv(memory).chunk(2, dim=-1))
-    weights = _weights(query, key, None, scale=attention.scale, causal=False)
-    return _weighted_sums(attention.out, weights, value), weights
-
-
-def _weights(query: Tensor, key: Tensor, bias: Tensor | None, *, scale: float, causal: bool) -> Tensor:
-    """Return softmax(scale * Q K^T + bias) [1, H, T, S] of query [1, T, H, D] and key [1, S, H, D]."""
-    scores = torch.matmul(query.transpose(1, 2), key.permute(0, 2, 3, 1)) * scale
-    if bias is not None:
-        scores = scores + bias
-    if causal:
-        seen = visible_keys(query.shape[1], key.shape[1], None, causal=True, device=query.device)
-        scores = scores.masked_fill(~seen, float("-inf"))
-    return scores.softmax(dim=-1)
-
-
-def _weighted_sums(out: nn.Linear, weights: Tensor, value: Tensor) -> Tensor:
-    """Add values [1, S, H, D] with weights [1, H, T, S] and project the sums to [1, T, M]."""
-    attended: Tensor = out(torch.matmul(weights, value.transpose(1, 2)).transpose(1, 2).flatten(-2))
-    return attended
-
-
 def trace_explain(model: Transformer) -> ir.Model:
     """Return the explain graph in float32; its products read constants [K, O]."""
-    ids = (torch.ones(1, _EXAMPLE_SOURCE, dtype=torch.int64), torch.ones(1, _EXAMPLE_TARGET, dtype=torch.int64))
+    module, names = ExplainModule(model).eval(), explain_inputs(model.config)
+    examples = tuple(torch.zeros(1, _EXAMPLE_LENS[_AXES[name]], dtype=torch.int64) for name in names)
     with quiet_exporter(), torch.no_grad():
         program = torch.onnx.export(
-            ExplainModule(model).eval(),
-            ids,
+            module,
+            examples,
             dynamo=True,
-            input_names=INPUTS,
-            output_names=OUTPUTS,
-            dynamic_shapes=({1: "source"}, {1: "target"}),
+            input_names=names,
+            output_names=module.output_names,
+            dynamic_shapes=(tuple({1: _AXES[name]} for name in names),),
             opset_version=OPSET,
             verbose=False,
         )
@@ -158,45 +58,67 @@ def trace_explain(model: Transformer) -> ir.Model:
 def verify_explain(path: Path, model: Transformer, precision: Precision, *, seed: int = 0) -> float:
     """Compare an explain graph with PyTorch in float32, weights rounded as in the graph; returns the largest error.
 
-    Raises VerificationError when an attention weight is off by more than TOLERANCE.
+    Raises VerificationError when an attention weight is off by more than TOLERANCE, or a table of positions differs.
     """
-    reference = ExplainModule(rounded(model, precision)).eval()
+    reference = rounded(ExplainModule(model), precision)
     session = ExplainSession(path)
     random = np.random.default_rng(seed)
-    worst = max(_error(session, reference, model.config, lens, random) for lens in _CASES)
+    worst = max(_error(session, reference, lens, random) for lens in _CASES)
     if not worst <= TOLERANCE:
         raise VerificationError(
             f"{path.name} disagrees with the model: an attention weight is off by {worst:.1e}, "
             f"at most {TOLERANCE:.0e} is allowed"
         )
+    _verify_tables(path, session, reference)
     return worst
 
 
 def _error(
-    session: ExplainSession,
-    reference: ExplainModule,
-    config: ModelConfig,
-    lens: tuple[int, int],
-    random: np.random.Generator,
+    session: ExplainSession, reference: ExplainModule, lens: tuple[int, int], random: np.random.Generator
 ) -> float:
-    """Return the largest difference over the three outputs, or nan, for a random source and target of these lengths."""
-    limits = (config.max_source_len, config.max_target_len)
-    vocabularies = (config.resolved_source_vocab_size, config.vocab_size)
-    ids = [random.integers(0, size, min(pair)) for size, *pair in zip(vocabularies, lens, limits, strict=True)]
-    explanation = session.run(*(row.tolist() for row in ids))
+    """Return the largest difference over all maps, or nan, for a random source and target of these lengths."""
+    ids = _random_ids(reference.config, lens, random)
+    found = session.run(**{name: row.tolist() for name, row in ids.items()})
     with torch.no_grad():
-        expected = reference(*(torch.from_numpy(row)[None] for row in ids))
-    pairs = zip((explanation.encoder_self, explanation.decoder_self, explanation.cross), expected, strict=True)
-    return float(np.max([np.abs(ours - theirs.numpy()).max() for ours, theirs in pairs]))
+        expected = reference.maps(*(torch.from_numpy(row)[None] for row in ids.values()))
+    return float(np.max([np.abs(found[name] - maps.numpy()).max() for name, maps in expected.items()]))
+
+
+def _random_ids(
+    config: ModelConfig, lens: tuple[int, int], random: np.random.Generator
+) -> dict[str, np.ndarray[tuple[int, ...], np.dtype[np.int64]]]:
+    """Return random ids of the graph's inputs by name, for a source and target of these lengths at most."""
+    source_len, target_len = min(lens[0], config.max_source_len), min(lens[1], config.max_target_len)
+    sizes = {
+        "source_ids": (config.resolved_source_vocab_size, source_len),
+        "type_ids": (config.token_types, source_len),
+        "target_ids": (config.vocab_size, target_len),
+    }
+    return {name: random.integers(0, *sizes[name]) for name in explain_inputs(config)}
+
+
+def _verify_tables(path: Path, session: ExplainSession, reference: ExplainModule) -> None:
+    """Raise VerificationError unless the graph has exactly the model's tables of positions."""
+    found = session.position_tables()
+    with torch.no_grad():
+        expected = {name: table.numpy() for name, table in reference.position_tables().items()}
+    if found.keys() != expected.keys() or any(not np.array_equal(found[name], expected[name]) for name in expected):
+        raise VerificationError(f"{path.name} disagrees with the model: a table of positions differs")
 
 
 @torch.no_grad()
-def rounded(model: Transformer, precision: Precision) -> Transformer:
-    """Return a copy whose products and token embeddings are rounded as the precision stores them (quantize.py)."""
-    result = deepcopy(model).eval()
+def rounded(module: ExplainModule, precision: Precision) -> ExplainModule:
+    """Return a copy whose products and token embeddings are rounded as the precision stores them (quantize.py).
+
+    Tables of positions and of token types are stored in float32 at every precision.
+    """
+    result = deepcopy(module).eval()
     if precision == "float32":
         return result
-    for weight in {module.weight for module in result.modules() if isinstance(module, nn.Linear | nn.Embedding)}:
+    kept = result.encoder.token_types if result.encoder is not None else None
+    parts = [part for part in result.modules() if isinstance(part, nn.Linear | nn.Embedding) and part is not kept]
+    weights: set[Tensor] = {part.weight for part in parts}
+    for weight in weights:
         integers, scales = quantize_rows(weight.numpy())
         weight.copy_(torch.from_numpy(integers * scales[:, None]))
     return result

@@ -28,6 +28,7 @@ from antiphon.model.export.weights.quantize import quantize_rows
 Layout = Literal["native", "plain"]
 
 _FLOAT = int(ir.DataType.FLOAT)
+_TOKEN_IDS = ("source_ids", "target_ids")  # token types are embedded too, by a table that is not packed
 
 
 def store_as(model: ir.Model, layout: Layout, precision: Precision) -> None:
@@ -36,9 +37,10 @@ def store_as(model: ir.Model, layout: Layout, precision: Precision) -> None:
         return
     work = _Unpacker(model.graph, layout, precision)
     for node in list(model.graph):
-        if node.op_type == "MatMul" and (weight := constant_array(node.inputs[1])) is not None:
+        weight = constant_array(node.inputs[1]) if node.op_type == "MatMul" else None
+        if weight is not None and weight.ndim == 2:  # tables of disentangled attention are multiplied too
             node.replace_input_with(1, work.product(node, weight))
-        elif node.op_type == "Gather" and operand(node, 1).is_graph_input():
+        elif node.op_type == "Gather" and operand(node, 1).name in _TOKEN_IDS:
             table = constant_array(node.inputs[0])
             assert table is not None, f"{node.name}: embeddings are constants"
             take_over(node.outputs[0], work.embedding(node, table))

@@ -154,7 +154,7 @@ class PackedStates(_PackedStack):
         self.blocks = tuple(layer for layer in model.encoder.layers if isinstance(layer, EncoderLayer))
         relative, max_len = model.encoder.relative_positions, model.config.max_source_len
         self.relative = nn.ModuleList(
-            _RelativeTables(layer.self_attention, relative, max_len) for layer in self.blocks if relative is not None
+            RelativeTables(layer.self_attention, relative, max_len) for layer in self.blocks if relative is not None
         )
 
     def forward(self, input_ids: Tensor, positions: Tensor, offsets: Tensor, type_ids: Tensor | None = None) -> Tensor:
@@ -224,7 +224,7 @@ class PackedStates(_PackedStack):
 
     def _attend_relative(self, layer: int, qkv: Tensor, offsets: Tensor) -> Tensor:
         tables = self.relative[layer]
-        assert isinstance(tables, _RelativeTables)
+        assert isinstance(tables, RelativeTables)
         return disentangled_attention(  # type: ignore[no-any-return]
             qkv,
             offsets,
@@ -236,7 +236,7 @@ class PackedStates(_PackedStack):
         )
 
 
-class _RelativeTables(nn.Module):
+class RelativeTables(nn.Module):
     """Tables that disentangled attention reads in one layer: keys and queries of positions, constant after training.
 
     rows [2 * reach + 1] int32; keys, queries [P, H D] or None.

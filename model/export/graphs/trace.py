@@ -153,16 +153,17 @@ def _trace(module: nn.Module, inputs: Sequence[Port], outputs: Sequence[Port], l
 
 @contextmanager
 def quiet_exporter() -> Iterator[None]:
-    """Silence the exporter's warnings about packages that this project does not use; errors are still printed."""
-    log = logging.getLogger("torch.onnx")
-    level = log.level
-    log.setLevel(logging.ERROR)
+    """Silence warnings about packages that this project does not use and constants left as they are; not errors."""
+    levels = {log: log.level for log in map(logging.getLogger, ("torch.onnx", "onnx_ir", "onnxscript"))}
+    for log in levels:
+        log.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        log.setLevel(level)
+        for log, level in levels.items():
+            log.setLevel(level)
 
 
 def _free_axes(port: Port) -> dict[int, str]:

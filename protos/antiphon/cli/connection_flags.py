@@ -59,10 +59,15 @@ def add_call_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def read_connection(
-    arguments: argparse.Namespace, retry: RetryPolicy = _RETRY, *, connections: int | None = None
+    arguments: argparse.Namespace,
+    retry: RetryPolicy = _RETRY,
+    *,
+    connections: int | None = None,
+    max_reconnect_s: float | None = None,
 ) -> Connection:
     """Return the connection that the flags describe. Raises ValueError."""
-    return Connection(**{name: getattr(arguments, name) for name in _FIELDS}, retry=retry, connections=connections)
+    flags = {name: getattr(arguments, name) for name in _FIELDS}
+    return Connection(**flags, retry=retry, connections=connections, max_reconnect_s=max_reconnect_s)
 
 
 def read_terms(arguments: argparse.Namespace) -> ClientTerms:

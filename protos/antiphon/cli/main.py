@@ -137,8 +137,21 @@ exit codes: 0 SERVING, 1 anything else or no answer, 2 wrong option""",
   antiphon explain "How are you?"           entropy of every head, and the alignment of the greedy translation
   antiphon explain "How are you?" --target-text "Wie geht es dir?" --png map.png       the alignment as a picture
   antiphon explain "How are you?" --layer 0 --head 3 --target 127.0.0.1:50051
+  antiphon explain "A cat sleeps." --pair "It dreams." --model bert     entropy of an encoder-only model
 
-pictures need matplotlib; the server's bundle needs an explain graph, which antiphon export writes""",
+pictures need matplotlib; the server's bundle needs an explain graph, which antiphon export and import write""",
+    ),
+    "play": Subcommand(
+        module="antiphon.play.command",
+        extra="play",
+        summary="open a page that shows a running server's models at work",
+        examples="""\
+  antiphon play                             the server on 127.0.0.1:50051, as a page on http://127.0.0.1:8050
+  antiphon play --admin-target 127.0.0.1:50052      and the requests that hold its cache blocks
+  antiphon play --target translate:50051 --tls-ca ca.pem --token-file token --metrics-url https://translate:9090/metrics
+
+translations with the probability of each token and its alternatives, sampling, attention, beams, memory, labels;
+the page is for this machine only and loads nothing from elsewhere; Ctrl-C ends it""",
     ),
     "train": Subcommand(
         module="antiphon.model.training.train",

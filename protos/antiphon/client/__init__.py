@@ -14,6 +14,8 @@ from antiphon.client.admin_client import AdminClient
 from antiphon.client.async_client import AsyncClient
 from antiphon.client.connection import Connection, LoadBalancing, RetryPolicy
 from antiphon.client.messages import (
+    Beam,
+    BeamStep,
     Delta,
     FinishReason,
     Generation,
@@ -34,6 +36,8 @@ __all__ = [
     "DEFAULT_TARGET",
     "AdminClient",
     "AsyncClient",
+    "Beam",
+    "BeamStep",
     "Classification",
     "Client",
     "Connection",

@@ -33,7 +33,10 @@ class Limits:
 
 
 class AdminClient:
-    """Loads and unloads models of a running server. Close it, or use it as a context manager."""
+    """Loads and unloads models of a running server, and reads their memory and caches.
+
+    Close it, or use it as a context manager.
+    """
 
     def __init__(self, target: str = DEFAULT_ADMIN_TARGET, *, connection: Connection | None = None) -> None:
         """Open the connection. target: host:port of the admin service of a server with --admin-port.
@@ -83,6 +86,14 @@ class AdminClient:
         """Return the memory of each model, of the memory budget. Raises ServerError."""
         with server_errors():
             return self._stub.GetMemory(admin_pb2.GetMemoryRequest(), **self._terms.call(timeout_s))
+
+    def get_cache(self, model: str = "", *, timeout_s: float | None = None) -> admin_pb2.GetCacheResponse:
+        """Return the cache blocks of a model, or of all, and the running requests that hold them. Raises ServerError.
+
+        Of a server of several processes, each has a cache of its own.
+        """
+        with server_errors():
+            return self._stub.GetCache(admin_pb2.GetCacheRequest(model=model), **self._terms.call(timeout_s))
 
     def close(self) -> None:
         """Cancel running calls and close the connection."""

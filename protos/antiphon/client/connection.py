@@ -91,6 +91,7 @@ class Connection:
     connections: number of connections, which take calls in turn. A server of several processes (--workers) answers all
     calls of a connection in one of them. None is one, and for `generate_many` one for each process.
     keepalive_s: a connection that has been silent for this time while calls wait is pinged. None: no pings.
+    max_reconnect_s: maximum wait between attempts to reach a server that is away. None: gRPC's two minutes.
     """
 
     tls: bool = False
@@ -105,6 +106,7 @@ class Connection:
     load_balancing: LoadBalancing = "pick_first"
     connections: int | None = None
     keepalive_s: float | None = 30.0
+    max_reconnect_s: float | None = None
 
     def __post_init__(self) -> None:
         if (self.tls_cert is None) != (self.tls_key is None):
@@ -120,6 +122,8 @@ class Connection:
             )
         if self.keepalive_s is not None:  # servers close a connection with more than one ping in 10 s
             _check("keepalive_s", self.keepalive_s, 10, 86_400)
+        if self.max_reconnect_s is not None:  # the range of gRPC's own setting
+            _check("max_reconnect_s", self.max_reconnect_s, 0.1, 86_400)
 
     @property
     def is_encrypted(self) -> bool:
@@ -181,6 +185,12 @@ class Connection:
             options.append(("grpc.keepalive_time_ms", round(self.keepalive_s * 1000)))
             # The effective timeout of a ping; without it gRPC waits a minute and ignores keepalive_timeout_ms.
             options.append(("grpc.http2.ping_timeout_ms", _KEEPALIVE_TIMEOUT_MS))
+        if self.max_reconnect_s is not None:
+            longest_ms = round(self.max_reconnect_s * 1000)
+            options += [
+                ("grpc.initial_reconnect_backoff_ms", min(1000, longest_ms)),
+                ("grpc.max_reconnect_backoff_ms", longest_ms),
+            ]
         if self.tls_server_name is not None:
             options.append(("grpc.ssl_target_name_override", self.tls_server_name))
         return options

@@ -39,10 +39,11 @@ class Languages:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Usage:
-    """Tokens counted for one request, end tokens included."""
+    """Tokens counted for one request, end tokens included, and the most cache blocks that it held at one time."""
 
     source_tokens: int
     generated_tokens: int
+    cache_blocks: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,11 +65,35 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Beam:
+    """A beam after one step of a search.
+
+    parent: index of the beam that it continues, among the live beams of the step before; 0 at the first step.
+    total_logprob: sum of the log-probabilities of all its tokens, after penalties.
+    score: of a finished hypothesis; None while it lives.
+    """
+
+    parent: int
+    token_id: int
+    total_logprob: float
+    score: float | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BeamStep:
+    """One step of a beam search: its live beams, best first, and the hypotheses that ended, in the order of finding."""
+
+    live: tuple[Beam, ...]
+    finished: tuple[Beam, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Delta:
     """New text of one output of a stream.
 
     logprobs: of token_ids, and of the token that ended the output; empty unless requested.
-    finish_reason, score: set in the last delta of an output. usage, timing, seed: set in the last delta of the stream.
+    finish_reason, score: set in the last delta of an output.
+    usage, timing, seed, beam_steps: set in the last delta of the stream; beam_steps only if requested.
     """
 
     text: str
@@ -80,14 +105,16 @@ class Delta:
     usage: Usage | None
     timing: Timing | None
     seed: int | None
+    beam_steps: tuple[BeamStep, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Generation:
-    """One finished output. usage, timing and seed are those of its request.
+    """One finished output. usage, timing, seed and beam_steps are those of its request.
 
     logprobs: of token_ids, and of the token that ended the output; empty unless requested.
     score: score of a beam hypothesis, or the sum of log-probabilities if they were requested.
+    beam_steps: steps of the beam search, in order; empty unless requested.
     """
 
     text: str
@@ -99,6 +126,7 @@ class Generation:
     usage: Usage
     timing: Timing
     seed: int
+    beam_steps: tuple[BeamStep, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,20 +170,28 @@ class ServerError(Exception):
 
 
 def stream_request(
-    model: str, source: Source, options: Options | None, languages: Languages
+    model: str, source: Source, options: Options | None, languages: Languages, *, report_beam_steps: bool = False
 ) -> inference_pb2.GenerateRequest:
     """Build a request for streamed targets. Raises ValueError if a value is out of its field's range."""
     return inference_pb2.GenerateRequest(
-        model=model, options=options_message(options), **source_fields(source), **_named(languages)
+        model=model,
+        options=options_message(options),
+        report_beam_steps=report_beam_steps,
+        **source_fields(source),
+        **_named(languages),
     )
 
 
 def unary_request(
-    model: str, source: Source, options: Options | None, languages: Languages
+    model: str, source: Source, options: Options | None, languages: Languages, *, report_beam_steps: bool = False
 ) -> inference_pb2.GenerateUnaryRequest:
     """Build a request for complete targets. Raises ValueError if a value is out of its field's range."""
     return inference_pb2.GenerateUnaryRequest(
-        model=model, options=options_message(options), **source_fields(source), **_named(languages)
+        model=model,
+        options=options_message(options),
+        report_beam_steps=report_beam_steps,
+        **source_fields(source),
+        **_named(languages),
     )
 
 
@@ -169,11 +205,13 @@ def score_request(
 
 
 def explain_request(
-    model: str, source: Source, target: Source | None, languages: Languages
+    model: str, source: Source, target: Source | None, languages: Languages, *, pair: str | None
 ) -> inference_pb2.ExplainRequest:
-    """Build a request for attention maps."""
+    """Build a request for attention maps. target, pair: None leaves the field unset."""
     given = {} if target is None else _target(target)
-    return inference_pb2.ExplainRequest(model=model, **source_fields(source), **given, **_named(languages))
+    return inference_pb2.ExplainRequest(
+        model=model, text_pair=pair, **source_fields(source), **given, **_named(languages)
+    )
 
 
 def source_fields(source: Source) -> dict[str, Any]:
@@ -201,6 +239,7 @@ def as_delta(response: inference_pb2.GenerateResponse) -> Delta:
         finish_reason=_finish_reason(response.finish_reason) if response.finish_reason else None,
         score=response.score if response.HasField("score") else None,
         usage=as_usage(response.usage) if response.HasField("usage") else None,
+        beam_steps=_beam_steps(response.beam_steps),
         timing=as_timing(response.timing) if response.HasField("timing") else None,
         seed=response.seed if response.HasField("seed") else None,
     )
@@ -209,6 +248,7 @@ def as_delta(response: inference_pb2.GenerateResponse) -> Delta:
 def as_generations(response: inference_pb2.GenerateUnaryResponse) -> list[Generation]:
     """Read every output of a complete answer."""
     usage, timing = as_usage(response.usage), as_timing(response.timing)
+    steps = _beam_steps(response.beam_steps)
     return [
         Generation(
             text=output.text,
@@ -220,6 +260,7 @@ def as_generations(response: inference_pb2.GenerateUnaryResponse) -> list[Genera
             usage=usage,
             timing=timing,
             seed=response.seed,
+            beam_steps=steps,
         )
         for output in response.outputs
     ]
@@ -248,9 +289,29 @@ def _logprobs(entries: Iterable[inference_pb2.TokenLogprob]) -> tuple[TokenLogpr
     )
 
 
+def _beam_steps(steps: Iterable[inference_pb2.BeamStep]) -> tuple[BeamStep, ...]:
+    return tuple(BeamStep(live=_beams(step.live), finished=_beams(step.finished)) for step in steps)
+
+
+def _beams(beams: Iterable[inference_pb2.Beam]) -> tuple[Beam, ...]:
+    return tuple(
+        Beam(
+            parent=beam.parent,
+            token_id=beam.token_id,
+            total_logprob=beam.total_logprob,
+            score=beam.score if beam.HasField("score") else None,
+        )
+        for beam in beams
+    )
+
+
 def as_usage(usage: inference_pb2.Usage) -> Usage:
-    """Read the token counts."""
-    return Usage(source_tokens=usage.source_tokens, generated_tokens=usage.generated_tokens)
+    """Read the token and block counts."""
+    return Usage(
+        source_tokens=usage.source_tokens,
+        generated_tokens=usage.generated_tokens,
+        cache_blocks=usage.cache_blocks,
+    )
 
 
 def as_timing(timing: inference_pb2.Timing) -> Timing:

@@ -65,6 +65,12 @@ class Client(ReadingCalls, TokenCalls):
         self._model = model
         self._languages = Languages(source=source_language, target=target_language)
 
+    def with_model(self, model: str) -> Self:
+        """Return a client for another model that shares this client's connection: close only one of them."""
+        other = copy(self)
+        other._model = model
+        return other
+
     def with_languages(self, source_language: str = "", target_language: str = "") -> Self:
         """Return a client for other languages that shares this client's connection: close only one of them."""
         other = copy(self)
@@ -72,10 +78,21 @@ class Client(ReadingCalls, TokenCalls):
         return other
 
     def generate(
-        self, source: Source, options: Options | None = None, *, timeout_s: float | None = None
+        self,
+        source: Source,
+        options: Options | None = None,
+        *,
+        report_beam_steps: bool = False,
+        timeout_s: float | None = None,
     ) -> Iterator[Delta]:
-        """Stream the targets of one source. Leaving the iteration cancels the request. Raises ServerError."""
-        call = self._channels.stub.Generate(self._building(options)(source), **self._terms.call(timeout_s))
+        """Stream the targets of one source. Leaving the iteration cancels the request. Raises ServerError.
+
+        report_beam_steps: the last delta has every step of the beam search.
+        """
+        request = self._terms.ask(
+            stream_request(self._model, source, options, self._languages, report_beam_steps=report_beam_steps)
+        )
+        call = self._channels.stub.Generate(request, **self._terms.call(timeout_s))
         try:
             with server_errors():
                 for response in call:
@@ -90,10 +107,20 @@ class Client(ReadingCalls, TokenCalls):
         return (self.generate_outputs(source, options, timeout_s=timeout_s))[0]
 
     def generate_outputs(
-        self, source: Source, options: Options | None = None, *, timeout_s: float | None = None
+        self,
+        source: Source,
+        options: Options | None = None,
+        *,
+        report_beam_steps: bool = False,
+        timeout_s: float | None = None,
     ) -> list[Generation]:
-        """Return every target of one source; with beam search the best comes first. Raises ServerError."""
-        request = self._terms.ask(unary_request(self._model, source, options, self._languages))
+        """Return every target of one source; with beam search the best comes first. Raises ServerError.
+
+        report_beam_steps: the targets have every step of the beam search.
+        """
+        request = self._terms.ask(
+            unary_request(self._model, source, options, self._languages, report_beam_steps=report_beam_steps)
+        )
         with server_errors():
             return as_generations(self._channels.stub.GenerateUnary(request, **self._terms.call(timeout_s)))
 
@@ -145,12 +172,32 @@ class Client(ReadingCalls, TokenCalls):
             return as_judgement(self._channels.stub.Score(request, **self._terms.call(timeout_s)))
 
     def explain(
-        self, source: Source, target: Source | None = None, *, timeout_s: float | None = None
+        self,
+        source: Source,
+        target: Source | None = None,
+        *,
+        pair: str | None = None,
+        timeout_s: float | None = None,
     ) -> inference_pb2.ExplainResponse:
-        """Return the attention maps of a source and a target, or of the greedy answer. Raises ServerError."""
-        request = self._terms.ask(explain_request(self._model, source, target, self._languages))
+        """Return the attention maps of a source and a target, or of the greedy answer.
+
+        Encoder-only models have no target, and read the source alone or as a pair. Raises ServerError.
+        """
+        request = self._terms.ask(explain_request(self._model, source, target, self._languages, pair=pair))
         with server_errors():
             return self._channels.stub.Explain(request, **self._terms.call(timeout_s))
+
+    def get_positions(
+        self, num_positions: int = 0, *, timeout_s: float | None = None
+    ) -> list[inference_pb2.PositionEncoding]:
+        """Return the representation of the first positions in each part of the model, the encoder first.
+
+        num_positions: 0 means 64, or as many as the model has. Raises ServerError.
+        """
+        request = inference_pb2.GetPositionsRequest(model=self._model, num_positions=num_positions)
+        with server_errors():
+            response = self._channels.stub.GetPositions(request, **self._terms.call(timeout_s))
+        return list(response.encodings)
 
     def get_model(self) -> inference_pb2.Model:
         """Describe the model. Raises ServerError."""

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from antiphon.model.ops.beam_step import EngineRows
+from antiphon.service.domain.beam_steps import BeamStep
 from antiphon.service.domain.request import FinishReason
 from antiphon.service.engine.batch.row_sampling import num_candidates
 from antiphon.service.engine.batch.rows import RunningRows
@@ -83,6 +84,7 @@ class BeamRows:
             early_stopping=params.early_stopping,
             keeps_logprobs=params.num_logprobs is not None,
             is_streamed=group.request.is_streamed and params.num_logprobs is None,
+            reports_steps=group.request.reports_beam_steps,
         )
         running = _Running(shape.searches.add(settings), group)
         shape.running.append(running)
@@ -125,6 +127,11 @@ class BeamRows:
         count = group.request.params.num_return_sequences
         found = shape.searches.hypotheses(running.search, count, reason=reason)
         return found, shape.searches.num_streamed(running.search)
+
+    def steps(self, group: SequenceGroup) -> tuple[BeamStep, ...]:
+        """Return the steps of a group's search so far; empty unless its request asks for them."""
+        _, running = self._of[group.request_id]
+        return tuple(running.search.steps)
 
     def _advance_shape(self, shape: _Shape, samples: Samples) -> list[SequenceGroup]:
         rows = shape.rows(self._rows.num_changes)

@@ -19,9 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from antiphon.model.ops.beam_step import NONE, Ended, EngineRows, SearchArrays, Shared
+from antiphon.service.domain.beam_steps import Beam, BeamStep
 from antiphon.service.domain.request import EarlyStopping, FinishReason
 
 _DEAD = -1.0e9  # score of a beam that has no text yet, as in transformers
+_LEAST_ALIVE = _DEAD / 2  # every beam with a text has a higher score
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,6 +35,7 @@ class BeamSettings:
     eos_id, stop_ids: tokens that end a hypothesis. forced_first_id: first token, independent of the scores.
     keeps_logprobs: True if hypotheses have log-probabilities.
     is_streamed: True if tokens are streamed before the end of the search.
+    reports_steps: True if every step is recorded.
     """
 
     width: int
@@ -44,6 +47,7 @@ class BeamSettings:
     early_stopping: EarlyStopping = EarlyStopping.HEURISTIC
     keeps_logprobs: bool = False
     is_streamed: bool = False
+    reports_steps: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +71,16 @@ class Hypothesis:
 
 @dataclass(eq=False, slots=True)
 class Search:
-    """One running search. slot: present index of its arrays. finished: hypotheses, best first, at most `width`."""
+    """One running search.
+
+    slot: present index of its arrays. finished: hypotheses, best first, at most `width`.
+    steps: record of its steps, if its settings ask for it.
+    """
 
     settings: BeamSettings
     slot: int
     finished: list[Hypothesis] = field(default_factory=list)
+    steps: list[BeamStep] = field(default_factory=list)
 
 
 class BeamSearches:
@@ -84,6 +93,7 @@ class BeamSearches:
         """max_len: tokens of the longest hypothesis."""
         self.width = width
         self.searches: list[Search] = []
+        self._recorded: list[Search] = []  # those that report their steps
         self._agreed: list[tuple[int, int, int]] = []  # of the last step; see SearchArrays.remember
         self._arrays = SearchArrays(width, num_candidates, max_len)
 
@@ -101,11 +111,16 @@ class BeamSearches:
         arrays.max_lengths[slot] = settings.max_new_tokens
         arrays.forced_ids[slot] = NONE if settings.forced_first_id is None else settings.forced_first_id
         arrays.num_streamed[slot] = 0 if settings.is_streamed else NONE
-        self.searches.append(Search(settings, slot))
-        return self.searches[slot]
+        search = Search(settings, slot)
+        self.searches.append(search)
+        if settings.reports_steps:
+            self._recorded.append(search)
+        return search
 
     def remove(self, search: Search) -> Search | None:
         """Remove a search. Return the last slot's search, which moves to the freed slot; None if it was the last."""
+        if search.settings.reports_steps:
+            self._recorded.remove(search)
         last = self.searches.pop()
         if last is search:
             return None
@@ -120,10 +135,13 @@ class BeamSearches:
         candidates, rows: of `SearchArrays.choose`.
         """
         arrays, searches = self._arrays, self.searches
-        for ended in arrays.choose(candidates, rows):
-            self._finish(searches[ended.slot], ended)
+        ended = arrays.choose(candidates, rows)
+        for one in ended:
+            self._finish(searches[one.slot], one)
         keeps_logprobs = any(search.settings.keeps_logprobs for search in searches)
         self._agreed = arrays.remember(len(searches), keeps_logprobs=keeps_logprobs)
+        for search in self._recorded:
+            self._record(search, [one for one in ended if one.slot == search.slot])
         is_over: list[bool] = arrays.is_over[: len(searches)].tolist()
         return [search for search in searches if is_over[search.slot] or not self._may_improve(search)]
 
@@ -163,7 +181,7 @@ class BeamSearches:
         found = list(search.finished)
         if reason is not None and self._length(search):
             scores = self._arrays.scores[search.slot].tolist()
-            found += [self._cut(search, beam, reason) for beam, score in enumerate(scores) if score > _DEAD / 2]
+            found += [self._cut(search, beam, reason) for beam, score in enumerate(scores) if score > _LEAST_ALIVE]
             found.sort(key=_by_score)
         return found[:count]
 
@@ -171,8 +189,8 @@ class BeamSearches:
         """Turn a candidate that ends, of the best `width`, into a hypothesis if it is one of the best."""
         settings, length, finished = search.settings, self._length(search), search.finished
         is_full = len(finished) == settings.width
-        score = ended.total / (length + 1) ** settings.length_penalty
-        if ended.total <= _DEAD / 2 or (is_full and score <= finished[-1].score):
+        score = _score(ended.total, length + 1, settings)
+        if ended.total <= _LEAST_ALIVE or (is_full and score <= finished[-1].score):
             return
         kept = (*self._beam_logprobs(search, ended.parent), ended.logprob) if settings.keeps_logprobs else ()
         token_ids = (*self._arrays.token_ids[search.slot, ended.parent, :length].tolist(), ended.token_id)
@@ -195,8 +213,26 @@ class BeamSearches:
         settings, length = search.settings, self._length(search)
         token_ids = tuple(self._arrays.token_ids[search.slot, beam, :length].tolist())
         kept = self._beam_logprobs(search, beam) if settings.keeps_logprobs else ()
-        score = float(self._arrays.scores[search.slot, beam]) / length**settings.length_penalty
+        score = _score(float(self._arrays.scores[search.slot, beam]), length, settings)
         return Hypothesis(token_ids, kept, score, reason)
+
+    def _record(self, search: Search, ended: list[Ended]) -> None:
+        """Append the last step, without beams that have no text, to the record of a search.
+
+        ended: its candidates that ended at this step.
+        """
+        length, settings, arrays = self._length(search), search.settings, self._arrays
+        live: tuple[Beam, ...] = ()
+        if length < settings.max_new_tokens:  # otherwise every beam has ended
+            totals = arrays.scores[search.slot].tolist()
+            moves = zip(*self.moves(search), totals, strict=True)
+            live = tuple(Beam(*move) for move in moves if move[2] > _LEAST_ALIVE)
+        finished = tuple(
+            Beam(one.parent, one.token_id, one.total, _score(one.total, length, settings))
+            for one in ended
+            if one.total > _LEAST_ALIVE
+        )
+        search.steps.append(BeamStep(live, finished))
 
     def _beam_logprobs(self, search: Search, beam: int) -> tuple[float, ...]:
         return tuple(self._arrays.logprobs[search.slot, beam, : self._length(search)].tolist())
@@ -204,6 +240,11 @@ class BeamSearches:
     def _length(self, search: Search) -> int:
         """Return the number of tokens of each of its beams."""
         return int(self._arrays.lengths[search.slot])
+
+
+def _score(total: float, length: int, settings: BeamSettings) -> float:
+    """Return the score of a hypothesis of `length` tokens. total: sum of its log-probabilities."""
+    return float(total / length**settings.length_penalty)
 
 
 def _is_same(pair: tuple[int, int]) -> bool:

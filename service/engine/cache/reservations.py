@@ -98,7 +98,7 @@ class Reservations:
     def take(self, group: SequenceGroup) -> None:
         """Give a joining group the blocks of its source, and its starting sequences their first blocks."""
         group.cross_block_table = self._pool.allocate(group.num_cross_blocks)
-        group.blocks = {*group.cross_block_table}
+        group.hold(group.cross_block_table)
         for sequence in group.starting:
             self.take_output(sequence)
         self.num_cross_blocks += group.num_cross_blocks
@@ -107,7 +107,7 @@ class Reservations:
     def take_output(self, sequence: Sequence) -> None:
         """Give one output of a group its first blocks."""
         sequence.self_block_table = self._pool.allocate(sequence.group.num_first_blocks)
-        sequence.group.blocks.update(sequence.self_block_table)
+        sequence.group.hold(sequence.self_block_table)
 
     def give_back(self, group: SequenceGroup) -> None:
         """Free all blocks of a group."""
@@ -166,7 +166,7 @@ class Reservations:
     def _extend(self, sequence: Sequence) -> None:
         blocks = self._pool.allocate(1)
         sequence.self_block_table += blocks
-        sequence.group.blocks.update(blocks)
+        sequence.group.hold(blocks)
         self._rows.extend(sequence)
 
 

@@ -85,6 +85,11 @@ class RowTurns:
         """Groups of this lane that hold rows or blocks."""
         return len(self._admitted)
 
+    @property
+    def admitted(self) -> tuple[SequenceGroup, ...]:
+        """Groups of this lane that hold rows or blocks, in the order in which they joined."""
+        return tuple(self._admitted.values())
+
     def wait(self, group: SequenceGroup) -> None:
         """Add a running group whose pending outputs wait for rows."""
         if group.pending:

@@ -9,6 +9,7 @@ import enum
 import math
 from dataclasses import dataclass, field
 
+from antiphon.service.domain.beam_steps import BeamStep
 from antiphon.service.domain.cancellation import CancelCause
 from antiphon.service.domain.request import Request, StopMatcher, Task, Timing
 from antiphon.service.engine.constraints.logits_processors import LogitsProcessors
@@ -88,13 +89,14 @@ class SequenceGroup:
     sequences: its rows by index, while running; sequences of finished outputs stay, without a row.
     starting: sequences that receive their rows together with the source's blocks.
     pending: sequences that wait for a row, by index: not started, or preempted.
-    blocks: all blocks that it holds.
+    blocks: all blocks that it holds. peak_blocks: maximum number of blocks that it has held at one time.
     source_len: tokens to encode, end token included; 0 for decoder-only models.
     ticket: its place in the order of admission; a preempted group keeps it.
     preempted_s: time of its preemption; None once it continues.
     cost: expected source and target tokens, by which waiting clients take turns; a token of a narrowed distribution
         counts more.
-        num_generated: number of target tokens produced for its finished outputs.
+    num_generated: number of target tokens produced for its finished outputs.
+    beam_steps: steps of its beam search, set at its end if its request asks for them.
     cancel_cause: reason of its cancellation; None where it was not cancelled.
     """
 
@@ -114,6 +116,7 @@ class SequenceGroup:
     pending: list[Sequence] = field(default_factory=list)
     cross_block_table: tuple[int, ...] = ()
     blocks: set[int] = field(default_factory=set)
+    peak_blocks: int = 0
     num_finished: int = 0
     ticket: int = 0
     admitted_s: float | None = None
@@ -121,6 +124,7 @@ class SequenceGroup:
     first_token_s: float | None = None
     preempted_s: float | None = None
     num_generated: int = 0
+    beam_steps: tuple[BeamStep, ...] = ()
     cancel_cause: CancelCause | None = None
     source_len: int = field(init=False)
     cost: int = field(init=False)
@@ -187,6 +191,11 @@ class SequenceGroup:
         first = next((sequence for sequence in self.sequences if not sequence.is_finished), None)
         num_produced = 0 if first is None else len(first.produced)
         return self.source_len + len(self.request.prefix_ids) + len(self.request.target_ids) + num_produced
+
+    def hold(self, blocks: tuple[int, ...]) -> None:
+        """Add blocks, which it did not hold, to those that it holds."""
+        self.blocks.update(blocks)
+        self.peak_blocks = max(self.peak_blocks, len(self.blocks))
 
     def take_first_rows(self, num_rows: int) -> None:
         """Divide the unfinished sequences into the first num_rows, which start now, and those that wait for rows."""

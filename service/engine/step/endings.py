@@ -79,6 +79,7 @@ class Endings:
         """End a beam search with its best hypotheses. With a reason, its live beams become hypotheses too."""
         found, num_streamed = self._state.beams.hypotheses(group, reason)
         group.num_generated = sum(len(one.token_ids) for one in found)
+        group.beam_steps = self._state.beams.steps(group)
         events = beam_events(group, found, num_streamed, reason)
         self.close(group, events[0].finish_reason or FinishReason.STOP, events)
 

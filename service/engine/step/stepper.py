@@ -12,6 +12,7 @@ from antiphon.service.domain.cancellation import CancelCause
 from antiphon.service.domain.errors import AntiphonError
 from antiphon.service.domain.request import FinishReason
 from antiphon.service.engine.scheduling.preemption import Preemption
+from antiphon.service.engine.sequences.sequence import SequenceGroup
 from antiphon.service.engine.sequences.stream import Publisher
 from antiphon.service.engine.step.decoding import Decoding, StepTokens
 from antiphon.service.engine.step.drops import Drops
@@ -63,6 +64,11 @@ class Stepper:
     def may_rest(self) -> bool:
         """True when this lane runs nothing, so that waiting requests that it left can start after another's step."""
         return not self._state.has_work and self._parts.lanes.is_other_running(self._state.index)
+
+    @property
+    def admitted(self) -> tuple[SequenceGroup, ...]:
+        """Requests of this lane that hold rows or blocks. The engine's lock must be held."""
+        return self._state.turns.admitted
 
     def step(self) -> None:
         """Run one step. Other lanes can step while the runner computes."""

@@ -57,7 +57,15 @@ def beam_events(
 def last_of(events: list[TokenEvent], group: SequenceGroup, timing: Timing) -> list[TokenEvent]:
     """Return the same events, the last of them marked as the request's last."""
     *others, last = events
-    return [*others, dataclasses.replace(last, is_last=True, num_generated=group.num_generated, timing=timing)]
+    last = dataclasses.replace(
+        last,
+        is_last=True,
+        num_generated=group.num_generated,
+        timing=timing,
+        cache_blocks=group.peak_blocks,
+        beam_steps=group.beam_steps,
+    )
+    return [*others, last]
 
 
 def _hypothesis_event(group: SequenceGroup, index: int, hypothesis: Hypothesis, num_streamed: int) -> TokenEvent:

@@ -64,6 +64,9 @@ def describe(
     )
     if runner.has_decoder:
         model.default_options.CopyFrom(default_options(manifest.generation))
+        model.cache.block_tokens = runner.block_size
+        model.cache.block_bytes = runner.block_size * runner.cache_bytes_per_token
+        model.cache.num_blocks = runner.num_blocks
     if manifest.provenance is not None:
         model.provenance.source = manifest.provenance.source
         model.provenance.licence = manifest.provenance.licence

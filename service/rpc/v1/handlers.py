@@ -36,6 +36,7 @@ _METHODS: dict[str, Callable[[InferenceServicer, Any, Context], Awaitable[Any]]]
     "FillMask": InferenceServicer.fill_mask,
     "Explain": InferenceServicer.explain,
     "NextToken": InferenceServicer.next_token,
+    "GetPositions": InferenceServicer.get_positions,
     "Tokenize": InferenceServicer.tokenize,
     "Detokenize": InferenceServicer.detokenize,
     "GetModel": InferenceServicer.get_model,

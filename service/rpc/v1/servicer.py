@@ -6,6 +6,8 @@ Reads a message into a typed request, submits it, and writes its events as messa
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 from antiphon.service.domain.request import Readout, Task, TokenEvent, head_of
 from antiphon.service.domain.tasks import Embed, ReadHead
 from antiphon.service.engine.engine import Engine
@@ -14,6 +16,7 @@ from antiphon.service.rpc.v1.answers.encoder_answers import label_scores, masked
 from antiphon.service.rpc.v1.answers.pacing import Pacing
 from antiphon.service.rpc.v1.explaining import Explanations
 from antiphon.service.rpc.v1.next_token import NextTokens
+from antiphon.service.rpc.v1.positions import Positions
 from antiphon.service.rpc.v1.requests.arrivals import Arrivals, Context, EngineMessage
 from antiphon.service.rpc.v1.requests.inputs import Inputs
 from antiphon.service.rpc.v1.requests.long_texts import LongTexts
@@ -36,7 +39,9 @@ class InferenceServicer:
         arrivals = Arrivals(engine)
         self._requests = RequestReader(model, engine, self._inputs, arrivals)
         self._submission = Submission(engine, pacing)
-        self._explanations = Explanations(model, self._inputs, arrivals, self._submission)
+        explain_thread = ThreadPoolExecutor(1, "explain")
+        self._explanations = Explanations(model, self._inputs, arrivals, self._submission, explain_thread)
+        self._positions = Positions(model, explain_thread)
         self._next_tokens = NextTokens(model, engine, self._requests)
 
     async def generate(self, message: pb.GenerateRequest, context: Context) -> None:
@@ -67,7 +72,7 @@ class InferenceServicer:
         return pb.ScoreResponse(
             logprobs=logprobs(event.logprobs),
             score=event.score or 0.0,
-            usage=pb.Usage(source_tokens=request.num_source_tokens),
+            usage=usage(request, event),
             timing=timing(event.timing),
         )
 
@@ -112,6 +117,10 @@ class InferenceServicer:
     async def next_token(self, message: pb.NextTokenRequest, context: Context) -> pb.NextTokenResponse:
         """Return the distribution of a target's next token after every stage of its sampling."""
         return await self._next_tokens.next_token(message, context)
+
+    async def get_positions(self, message: pb.GetPositionsRequest, context: Context) -> pb.GetPositionsResponse:
+        """Return the representation of positions of each part of the model."""
+        return await self._positions.get(message)
 
     async def tokenize(self, message: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         """Return a text's token ids and its normalised form."""

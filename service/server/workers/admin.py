@@ -67,6 +67,17 @@ class WorkersAdmin:
         """Return the bytes of each model in the memory budget, all workers together."""
         return pb.GetMemoryResponse.FromString(await _ask(self._workers()[0], "get_memory", b""))
 
+    async def get_cache(self, message: pb.GetCacheRequest, context: Context) -> pb.GetCacheResponse:
+        """Return the cache blocks of each model in every worker."""
+        request, workers = message.SerializeToString(), self._workers()
+        answers = await asyncio.gather(*(_ask(worker, "get_cache", request) for worker in workers))
+        caches = []
+        for worker, answer in zip(workers, answers, strict=True):
+            for cache in pb.GetCacheResponse.FromString(answer).caches:
+                cache.worker = worker.role.index
+                caches.append(cache)
+        return pb.GetCacheResponse(caches=sorted(caches, key=lambda cache: (cache.model, cache.worker)))
+
     async def catch_up(self, worker: WorkerProcess) -> None:
         """Make the changes so far in a new worker. Hold `changing`. Raises AntiphonError or LinkLost."""
         for method in ("load_model", "unload_model"):  # loads first: the last model cannot be unloaded

@@ -158,6 +158,9 @@ class _Desk:
             case "get_memory":
                 memory = await self._admin.get_memory(admin_pb2.GetMemoryRequest(), context)
                 return _text(memory.SerializeToString())
+            case "get_cache":
+                asked = admin_pb2.GetCacheRequest.FromString(base64.b64decode(value))
+                return _text((await self._admin.get_cache(asked, context)).SerializeToString())
         raise ValueError(question)
 
 

@@ -230,12 +230,16 @@ async def test_explain_returns_maps_beyond_grpcs_default_message_limit() -> None
 class LargeExplainer:
     """Returns far more weights than the texts need."""
 
-    encoder_self = decoder_self = cross = np.full((1, 2, 500, 1000), 1e-3, np.float32)
-
     def explain(
-        self, source_ids: Sequence[int], target_ids: Sequence[int], begin_id: int | None = None
-    ) -> LargeExplainer:
-        return self
+        self, source_ids: Sequence[int] = (), target_ids: Sequence[int] = (), type_ids: Sequence[int] = ()
+    ) -> dict[str, np.ndarray[tuple[int, ...], np.dtype[np.float32]]]:
+        return dict.fromkeys(("encoder_self", "decoder_self", "cross"), np.full((1, 2, 500, 1000), 1e-3, np.float32))
+
+    def longest_target(self, source_len: int) -> int:
+        return 1000
+
+    def position_tables(self) -> dict[str, np.ndarray[tuple[int, ...], np.dtype[np.float32]]]:
+        return {}
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import asyncio
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -21,43 +20,43 @@ from tests.serving import serving, tiny_tokenizer
 
 TEXT, TARGET_TEXT = "the cat costs $5 and $6", "eine Brücke"
 LAYERS, DECODER_LAYERS, HEADS = 3, 2, 4
+Weights = NDArray[np.float32]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Weights:
-    """Random attention weights, and the requests for them."""
-
-    encoder_self: NDArray[np.float32]
-    decoder_self: NDArray[np.float32]
-    cross: NDArray[np.float32]
-
-
-def rows_of(random: np.random.Generator, layers: int, queries: int, keys: int) -> NDArray[np.float32]:
+def rows_of(random: np.random.Generator, layers: int, queries: int, keys: int) -> Weights:
     scores = np.exp(3 * random.standard_normal((layers, HEADS, queries, keys), np.float32))
-    weights: NDArray[np.float32] = scores / scores.sum(axis=-1, keepdims=True)
+    weights: Weights = scores / scores.sum(axis=-1, keepdims=True)
     return weights
 
 
 class RandomExplainer:
     """Returns the same weights for the same lengths."""
 
-    def explain(self, source_ids: Sequence[int], target_ids: Sequence[int], begin_id: int | None = None) -> Weights:
+    def explain(
+        self, source_ids: Sequence[int] = (), target_ids: Sequence[int] = (), type_ids: Sequence[int] = ()
+    ) -> dict[str, Weights]:
         random = np.random.default_rng(len(source_ids))
-        source, target = len(source_ids), len(target_ids) + 1
-        return Weights(
-            encoder_self=rows_of(random, LAYERS, source, source),
-            decoder_self=rows_of(random, DECODER_LAYERS, target, target),
-            cross=rows_of(random, DECODER_LAYERS, target, source),
-        )
+        source, target = len(source_ids), len(target_ids)
+        return {
+            "encoder_self": rows_of(random, LAYERS, source, source),
+            "decoder_self": rows_of(random, DECODER_LAYERS, target, target),
+            "cross": rows_of(random, DECODER_LAYERS, target, source),
+        }
+
+    def longest_target(self, source_len: int) -> int:
+        return 1000
+
+    def position_tables(self) -> dict[str, Weights]:
+        return {}
 
 
-def expected_weights() -> tuple[Weights, list[str], list[str]]:
+def expected_weights() -> tuple[dict[str, Weights], list[str], list[str]]:
     """Return the weights, and the source and target tokens as the command prints them."""
     tokenizer = tiny_tokenizer()
     source = [*tokenizer.encode(TEXT), tokenizer.eos_id]
     target = tokenizer.encode(TARGET_TEXT)
     shown = [[tokenizer.piece(index).replace(" ", "▁") for index in ids] for ids in (source, target)]
-    return RandomExplainer().explain(source, target), shown[0], [*shown[1], END]
+    return RandomExplainer().explain(source, [tokenizer.bos_id, *target]), shown[0], [*shown[1], END]
 
 
 async def explain(*arguments: object, is_explained: bool = True) -> int:
@@ -74,7 +73,8 @@ async def test_explain_prints_the_entropy_of_every_head(capsys: pytest.CaptureFi
     expected = [
         [name, f"{layer}", *(f"{value:.2f}" for value in per_head)]
         for name, maps in (
-            ("encoder self", weights.encoder_self), ("decoder self", weights.decoder_self), ("cross", weights.cross),
+            ("encoder self", weights["encoder_self"]), ("decoder self", weights["decoder_self"]),
+            ("cross", weights["cross"]),
         )
         for layer, per_head in enumerate(torch.special.entr(torch.from_numpy(maps).double()).sum(-1).mean(-1).tolist())
     ]  # fmt: skip
@@ -99,7 +99,7 @@ async def test_explain_prints_the_largest_weight_of_each_token(
     assert await explain(TEXT, "--target-text", TARGET_TEXT, *flags) == 0
     shown, header, *lines = capsys.readouterr().out.split("\n\n")[1].splitlines()
     weights, source, target = expected_weights()
-    mean = weights.cross[layer, heads].mean(axis=0)
+    mean = weights["cross"][layer, heads].mean(axis=0)
     assert shown == title
     assert header.split() == ["target", "source", "weight"]
     assert [line.split() for line in lines] == [

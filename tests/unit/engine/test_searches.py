@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from antiphon.service.domain.request import (
     EarlyStopping,
     FinishReason,
     Pooling,
+    Request,
     SamplingParams,
     StopMatcher,
     TokenEvent,
@@ -29,7 +31,7 @@ from antiphon.service.domain.request import (
 from antiphon.service.domain.tasks import Embed, Generate
 from antiphon.service.engine.sequences.sequence import SequenceState
 from tests.fakes import BOS_ID, EOS_ID, FIRST_WORD_ID, changed, request_of, scored, source_of
-from tests.parity.transformers_reference import Reference, generate
+from tests.parity.transformers_reference import LogitsOf, Reference, generate
 from tests.unit.engine.step_bench import Bench
 
 WORDS = st.integers(FIRST_WORD_ID, 60)
@@ -59,13 +61,20 @@ class StopAt:
 
 def reference(bench: Bench, request: Generate) -> list[tuple[list[int], float | None]]:
     """Return the output of transformers' `generate` for a request over the fake model's logits."""
-    params = request.params
-    model = Reference(
-        lambda target: bench.runner.logits_after(request.source_ids, target), bos_id=BOS_ID, eos_id=EOS_ID
-    )
-    room = bench.runner.max_target_len - len(request.prefix_ids)
     return generate(
-        model,
+        Reference(logits_of(bench, request), bos_id=BOS_ID, eos_id=EOS_ID), **search_options(bench, request)
+    )
+
+
+def logits_of(bench: Bench, request: Request) -> LogitsOf:
+    """Return the logits of the fake model for a request's source."""
+    return lambda target: bench.runner.logits_after(request.source_ids, target)
+
+
+def search_options(bench: Bench, request: Request) -> dict[str, Any]:
+    """Return the options of transformers' `generate` for a request."""
+    params, room = request.params, bench.runner.max_target_len - len(request.prefix_ids)
+    return dict(
         prefix=request.prefix_ids,
         max_new_tokens=min(params.max_new_tokens or room, room),
         num_beams=params.beam_width,

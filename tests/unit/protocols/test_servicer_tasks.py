@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -20,34 +19,38 @@ from tests.serving import SOURCE, asking_whole, details_of, refusal, serving, st
 
 SOURCE_IDS = pb.TokenIds(ids=SOURCE)
 NUM_LAYERS, NUM_HEADS = 2, 3
-
-
-@dataclass(frozen=True)
-class FakeExplanation:
-    encoder_self: NDArray[np.float32]
-    decoder_self: NDArray[np.float32]
-    cross: NDArray[np.float32]
+Weights = NDArray[np.float32]
 
 
 class FakeExplainer:
     """Explainer with weights that depend on both texts. Records its calls."""
 
-    def __init__(self) -> None:
+    def __init__(self, longest_target: int = 1000) -> None:
         self.asked: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+        self.types: list[tuple[int, ...]] = []
+        self._longest_target = longest_target
 
     def explain(
-        self, source_ids: Sequence[int], target_ids: Sequence[int], begin_id: int | None = None
-    ) -> FakeExplanation:
+        self, source_ids: Sequence[int] = (), target_ids: Sequence[int] = (), type_ids: Sequence[int] = ()
+    ) -> dict[str, Weights]:
         self.asked.append((tuple(source_ids), tuple(target_ids)))
-        num_source, num_target = len(source_ids), 1 + len(target_ids)
-        return FakeExplanation(
-            encoder_self=_weights(num_source, num_source),
-            decoder_self=_weights(num_target, num_target),
-            cross=_weights(num_target, num_source),
-        )
+        self.types.append(tuple(type_ids))
+        num_source, num_target = len(source_ids), len(target_ids)
+        shapes = {
+            "encoder_self": (num_source,) * 2,
+            "decoder_self": (num_target,) * 2,
+            "cross": (num_target, num_source),
+        }
+        return {name: _weights(*shape) for name, shape in shapes.items() if min(shape) > 0}
+
+    def longest_target(self, source_len: int) -> int:
+        return self._longest_target
+
+    def position_tables(self) -> dict[str, Weights]:
+        return {}
 
 
-def _weights(rows: int, columns: int) -> NDArray[np.float32]:
+def _weights(rows: int, columns: int) -> Weights:
     """Return weights in which layer 0 attends to one token and layer 1 equally to all."""
     weights = np.zeros((NUM_LAYERS, NUM_HEADS, rows, columns), np.float32)
     weights[0, :, :, 0] = 1
@@ -111,7 +114,7 @@ async def test_explain_returns_a_map_and_its_entropy_for_each_head() -> None:
     async with serving(explainer=explainer) as served:
         answer = await stub_of(served).Explain(pb.ExplainRequest(text="the cat", target_text="the mat"))
         source, target = (served.tokenizer.encode(text) for text in ("the cat", "the mat"))
-    assert explainer.asked == [((*source, EOS_ID), tuple(target))]
+    assert explainer.asked == [((*source, EOS_ID), (BOS_ID, *target))]
     assert answer.source_tokens[-1] == "</s>"
     assert "".join(answer.source_tokens[:-1]) == " the cat"
     assert answer.target_tokens[0] == "<s>"
@@ -132,7 +135,7 @@ async def test_explain_uses_the_greedy_answer_when_no_target_is_given() -> None:
         answer = await stub_of(served).Explain(pb.ExplainRequest(token_ids=SOURCE_IDS))
         expected, _ = served.runner.answer((*SOURCE, EOS_ID))
         pieces = [served.tokenizer.piece(token_id) for token_id in (BOS_ID, *expected)]
-    assert explainer.asked == [((*SOURCE, EOS_ID), tuple(expected))]
+    assert explainer.asked == [((*SOURCE, EOS_ID), (BOS_ID, *expected))]
     assert list(answer.target_tokens) == pieces
 
 
@@ -146,13 +149,13 @@ class HeldExplainer(FakeExplainer):
         self.threads: set[int] = set()
 
     def explain(
-        self, source_ids: Sequence[int], target_ids: Sequence[int], begin_id: int | None = None
-    ) -> FakeExplanation:
+        self, source_ids: Sequence[int] = (), target_ids: Sequence[int] = (), type_ids: Sequence[int] = ()
+    ) -> dict[str, Weights]:
         self.threads.add(threading.get_ident())
         self.came.set()
         if not self.release.wait(timeout=60):
             raise AssertionError("the test did not release the explainer")
-        return super().explain(source_ids, target_ids, begin_id)
+        return super().explain(source_ids, target_ids, type_ids)
 
 
 async def test_explain_runs_in_one_thread_so_that_no_other_thread_retains_memory() -> None:

@@ -16,6 +16,7 @@ from grpc_health.v1.health_pb2 import HealthCheckResponse
 from prometheus_client import CollectorRegistry, generate_latest
 
 from antiphon.model.bundle.manifest import MANIFEST_NAME
+from antiphon.model.ops.cache_geometry import BLOCK_SIZE
 from antiphon.model.ops.workspace import _NativeStats
 from antiphon.service.domain.errors import BadBundle, LastModel, ModelExists, ModelNotFound, OverBudget, Unavailable
 from antiphon.service.domain.request import SamplingParams
@@ -132,6 +133,14 @@ async def test_unload_ends_requests_that_run_longer_than_its_grace(host: Host) -
     assert not await host.control.unload("second", 0)
     events = [event async for event in stream]
     assert isinstance(events[-1].error, Unavailable)
+
+
+async def test_description_of_a_model_has_the_size_of_its_cache(host: Host) -> None:
+    (served,) = host.control.models
+    cache = served.description.cache
+    assert cache.block_tokens == BLOCK_SIZE
+    assert cache.num_blocks == served.engine.num_blocks
+    assert cache.num_blocks * cache.block_bytes == host.shared.budget.held["first"].cache_bytes
 
 
 async def test_failed_load_leaves_no_state(host: Host, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """`antiphon explain`: attention of a served model, as tables and as a plot. A client; loads no model.
 
-Uses the attention maps that the server sends, in plain Python: a client installation has no NumPy.
+Uses the attention maps that the server sends, in plain Python: a client installation has no NumPy. The alignment is the
+cross-attention, so only encoder-decoder models have one.
 
 Axes: S source pieces, T decoder queries. Query t has read target pieces 0 to t, the begin token first, and predicts the
 next one.
@@ -36,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `antiphon explain`."""
     parser.add_argument("text", metavar="TEXT", help="source text")
     parser.add_argument("--target-text", metavar="TEXT", help="target to explain (default: the model's answer)")
+    parser.add_argument("--pair", metavar="TEXT", help="second text, for an encoder-only model")
     parser.add_argument("--target", default=DEFAULT_TARGET, metavar="HOST:PORT", help="server (default: %(default)s)")
     parser.add_argument("--model", default="", metavar="NAME", help="model that answers (default: the server's first)")
     parser.add_argument("--layer", type=int, metavar="N", help="decoder layer of the alignment, from 0 (default: last)")
@@ -52,6 +54,10 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         _check(arguments)
         response = _ask(arguments)
+        if not response.cross:
+            _check_without_alignment(arguments)
+            print("\n".join(entropy_table(response)))
+            return 0
         weights, shown = alignment(response, layer=arguments.layer, head=arguments.head)
         print("\n".join([*entropy_table(response), "", f"{shown}:", *alignment_table(response, weights)]))
         if arguments.png is not None:
@@ -74,6 +80,13 @@ def _check(arguments: argparse.Namespace) -> None:
     import matplotlib  # noqa: F401
 
 
+def _check_without_alignment(arguments: argparse.Namespace) -> None:
+    """Refuse the flags of the alignment, which this model does not have."""
+    for option in ("layer", "head", "png"):
+        if (value := getattr(arguments, option)) is not None:
+            raise Refused(f"--{option} is {value}; it must be absent: this model has no cross-attention to align")
+
+
 def _ask(arguments: argparse.Namespace) -> pb.ExplainResponse:
     try:
         asking = Client(arguments.target, model=arguments.model, **read_terms(arguments))
@@ -81,7 +94,7 @@ def _ask(arguments: argparse.Namespace) -> pb.ExplainResponse:
         raise Refused(connection_problem(error)) from None
     try:
         with asking as client:
-            return client.explain(arguments.text, arguments.target_text)
+            return client.explain(arguments.text, arguments.target_text, pair=arguments.pair)
     except ServerError as error:
         if error.code is grpc.StatusCode.UNAVAILABLE:
             raise Refused(
@@ -94,13 +107,12 @@ def _ask(arguments: argparse.Namespace) -> pb.ExplainResponse:
 
 
 def entropy_table(response: pb.ExplainResponse) -> list[str]:
-    """Return lines with the entropy of every head, in nats, for each attention and layer."""
-    num_heads = 1 + max(each.head for each in response.cross)
+    """Return lines with the entropy of every head, in nats, for each attention that the model has and each layer."""
+    attentions = {"encoder self": response.encoder_self, "decoder self": response.decoder_self, "cross": response.cross}
+    num_heads = 1 + max(each.head for maps in attentions.values() for each in maps)
     lines = [f"{'entropy, nats':<24}" + "".join(f"{f'head {head}':>9}" for head in range(num_heads))]
-    for name, maps in (
-        ("encoder self", response.encoder_self), ("decoder self", response.decoder_self), ("cross", response.cross),
-    ):  # fmt: skip
-        for layer in range(1 + max(each.layer for each in maps)):
+    for name, maps in attentions.items():
+        for layer in range(1 + max((each.layer for each in maps), default=-1)):
             entropies = {each.head: each.entropy for each in maps if each.layer == layer}
             row = "".join(f"{entropies[head]:>9.2f}" for head in range(num_heads))
             lines.append(f"{f'{name}, layer {layer}':<24}{row}")

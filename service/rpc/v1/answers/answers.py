@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from google.protobuf.duration_pb2 import Duration
 
 from antiphon.model.text.tokenizer import IncrementalDecoder, Tokenizer
+from antiphon.service.domain.beam_steps import Beam, BeamStep
 from antiphon.service.domain.errors import EngineFault
 from antiphon.service.domain.request import FinishReason, Request, Timing, TokenEvent, TokenLogprob
 from antiphon.service.domain.tasks import Generate
@@ -93,6 +94,7 @@ class Answer:
             usage=usage(self._request, last),
             timing=timing(last.timing),
             seed=self._request.params.seed,
+            beam_steps=beam_steps(last.beam_steps),
         )
 
     def _end(self, response: pb.GenerateResponse, event: TokenEvent) -> None:
@@ -103,6 +105,8 @@ class Answer:
             response.usage.CopyFrom(usage(self._request, event))
             response.timing.CopyFrom(timing(event.timing))
             response.seed = self._request.params.seed
+            if event.beam_steps:
+                response.beam_steps.extend(beam_steps(event.beam_steps))
 
     def _output(self, event: TokenEvent) -> pb.Output:
         return pb.Output(
@@ -142,9 +146,18 @@ def logprobs(entries: Iterable[TokenLogprob]) -> list[pb.TokenLogprob]:
     ]
 
 
+def beam_steps(steps: Iterable[BeamStep]) -> list[pb.BeamStep]:
+    """Return the steps of a beam search as messages."""
+    return [pb.BeamStep(live=_beams(step.live), finished=_beams(step.finished)) for step in steps]
+
+
 def usage(request: Request, event: TokenEvent) -> pb.Usage:
-    """Return the token counts of a request, given its last event."""
-    return pb.Usage(source_tokens=request.num_source_tokens, generated_tokens=event.num_generated)
+    """Return the token and block counts of a request, given its last event."""
+    return pb.Usage(
+        source_tokens=request.num_source_tokens,
+        generated_tokens=event.num_generated,
+        cache_blocks=event.cache_blocks,
+    )
 
 
 def timing(measured: Timing | None) -> pb.Timing:
@@ -156,6 +169,13 @@ def timing(measured: Timing | None) -> pb.Timing:
         time_to_first_token=_duration(measured.first_token_s),
         total=_duration(measured.total_s),
     )
+
+
+def _beams(beams: Iterable[Beam]) -> list[pb.Beam]:
+    return [
+        pb.Beam(parent=one.parent, token_id=one.token_id, total_logprob=one.total_logprob, score=one.score)
+        for one in beams
+    ]
 
 
 def _finish_reason(reason: FinishReason | None) -> pb.FinishReason.ValueType:

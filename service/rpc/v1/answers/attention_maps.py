@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -11,43 +11,34 @@ from numpy.typing import NDArray
 from antiphon.v1 import inference_pb2 as pb
 
 
-class Explanation(Protocol):
-    """Attention weights of one source and target; L layers, H heads, S source and T target tokens, all float32."""
-
-    @property
-    def encoder_self(self) -> NDArray[np.float32]:
-        """Encoder self-attention, [L, H, S, S]."""
-
-    @property
-    def decoder_self(self) -> NDArray[np.float32]:
-        """Decoder self-attention, [L, H, T, T]."""
-
-    @property
-    def cross(self) -> NDArray[np.float32]:
-        """Cross-attention, [L, H, T, S]."""
-
-
 class AttentionExplainer(Protocol):
-    """Computes attention maps, one call at a time. Blocks."""
+    """Computes attention maps and reads tables of positions, one call at a time. Blocks."""
 
-    def explain(self, source_ids: Sequence[int], target_ids: Sequence[int], begin_id: int | None = None) -> Explanation:
-        """Return the maps of a source, end token included, and of begin_id followed by a target.
+    def explain(
+        self, source_ids: Sequence[int] = (), target_ids: Sequence[int] = (), type_ids: Sequence[int] = ()
+    ) -> Mapping[str, NDArray[np.float32]]:
+        """Return the maps for the tokens that the encoder and the decoder read, end and begin token included.
 
-        begin_id: None is the model's begin token.
-        Raises Unsupported if the bundle has no graph for it.
+        By name: encoder_self [L, H, S, S], decoder_self [L, H, T, T] and cross [L, H, T, S] float32; an attention that
+        the model lacks has no entry.
+        type_ids: token types of the source; empty if all are 0. Raises Unsupported if there are too many weights.
         """
+
+    def longest_target(self, source_len: int) -> int:
+        """Return the largest number of decoder tokens whose maps, with those of a source, are not too many."""
+
+    def position_tables(self) -> Mapping[str, NDArray[np.float32]]:
+        """Return the learned tables of positions by name, see model/bundle/explain_session.py."""
 
 
 def explain_response(
-    explanation: Explanation, *, source_tokens: Sequence[str], target_tokens: Sequence[str]
+    weights: Mapping[str, NDArray[np.float32]], *, source_tokens: Sequence[str], target_tokens: Sequence[str]
 ) -> pb.ExplainResponse:
     """Return attention weights as a message. Takes time in proportion to their number: not for an event loop."""
     return pb.ExplainResponse(
         source_tokens=source_tokens,
         target_tokens=target_tokens,
-        encoder_self=_maps(explanation.encoder_self),
-        decoder_self=_maps(explanation.decoder_self),
-        cross=_maps(explanation.cross),
+        **{name: _maps(each) for name, each in weights.items()},
     )
 
 

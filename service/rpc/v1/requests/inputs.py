@@ -38,6 +38,7 @@ HasSource = (
     | pb.FillMaskRequest
 )
 HasTarget = pb.ScoreRequest | pb.ExplainRequest
+_HasPair = pb.EmbedRequest | pb.ClassifyRequest | pb.ExplainRequest
 
 _SOURCE_FIELDS = ("text", "text_pair")
 _T = TypeVar("_T")
@@ -167,7 +168,7 @@ class Inputs:
         return ids, self._tokenizer.decode_source(ids)
 
     async def _pair_ids(self, message: HasSource, kind: str) -> tuple[int, ...] | None:
-        if not isinstance(message, pb.EmbedRequest | pb.ClassifyRequest) or not message.HasField("text_pair"):
+        if not isinstance(message, _HasPair) or not message.HasField("text_pair"):
             return None
         if kind != "text":
             raise InvalidArgument("text_pair", message.text_pair, "absent beside token_ids")

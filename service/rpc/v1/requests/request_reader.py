@@ -6,8 +6,6 @@ generation options are in `options.py`, those of texts and ids in `inputs.py`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from antiphon.service.domain.combinations import Controls
 from antiphon.service.domain.errors import InvalidArgument, InWords
 from antiphon.service.domain.request import Pooling, Task
@@ -18,6 +16,7 @@ from antiphon.service.rpc.v1.requests.arrivals import Arrivals, Context
 from antiphon.service.rpc.v1.requests.inputs import HasSource, Inputs, Source
 from antiphon.service.rpc.v1.requests.languages import HasOptions, languages_of, source_languages
 from antiphon.service.rpc.v1.requests.options import OptionReader
+from antiphon.service.rpc.v1.requests.target_start import start_of
 from antiphon.service.rpc.v1.served.served_model import ServedModel
 from antiphon.v1 import inference_pb2 as pb
 
@@ -36,19 +35,6 @@ _CLASSIFYING = {
 }
 DEFAULT_FILLINGS = 5
 MAX_FILLINGS = 100
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Start:
-    """Source of a request that runs the decoder, and the start of its target.
-
-    A decoder-only model has no source: its prompt is the begin token and the first prefix_ids.
-    """
-
-    source_ids: tuple[int, ...]
-    begin_id: int | None
-    prefix_ids: tuple[int, ...]
-    num_prompt_ids: int = 0
 
 
 class RequestReader:
@@ -72,7 +58,7 @@ class RequestReader:
         prefix_ids = await self._inputs.prefix_ids(controls, languages)
         source_ids = (await self._inputs.source(message, languages)).ids
         detokenizer = self._detokenizer(message, controls, source_ids, prefix_ids)
-        start = self._start(source_ids, prefix_ids, languages.begin_id)
+        start = start_of(self._model, source_ids, prefix_ids, languages.begin_id)
         request = Generate(
             arrival=arrival,
             source_ids=start.source_ids,
@@ -82,6 +68,7 @@ class RequestReader:
             params=languages.params(controls.params, prefix_ids),
             stop_matcher=detokenizer.matcher if controls.stop_strings else None,
             is_streamed=is_streamed,
+            reports_beam_steps=_reports_beam_steps(message, controls),
         )
         return request, detokenizer
 
@@ -91,7 +78,7 @@ class RequestReader:
         arrival = self._arrivals.next(message, context)
         languages = languages_of(self._model.text, message)
         source = await self._inputs.source(message, languages)
-        start = self._start(source.ids, (), languages.begin_id)
+        start = start_of(self._model, source.ids, (), languages.begin_id)
         return Score(
             arrival=arrival,
             source_ids=start.source_ids,
@@ -155,12 +142,6 @@ class RequestReader:
             num_fillings=message.top_k or DEFAULT_FILLINGS,
         )
 
-    def _start(self, source_ids: tuple[int, ...], prefix_ids: tuple[int, ...], begin_id: int | None) -> _Start:
-        if not self._model.is_decoder_only:
-            return _Start(source_ids=source_ids, begin_id=begin_id, prefix_ids=prefix_ids)
-        first_id, *rest = source_ids
-        return _Start(source_ids=(), begin_id=first_id, prefix_ids=(*rest, *prefix_ids), num_prompt_ids=len(source_ids))
-
     def _detokenizer(
         self, message: HasOptions, controls: Controls, source_ids: tuple[int, ...], prefix_ids: tuple[int, ...]
     ) -> Detokenizer:
@@ -181,3 +162,13 @@ class RequestReader:
             found, allowed = InWords("without a mask token"), f"with {token}, token id {mask_id}, once at least"
             raise InvalidArgument(given, found, allowed)
         return positions
+
+
+def _reports_beam_steps(message: HasOptions, controls: Controls) -> bool:
+    """Return whether a request asks for the steps of its beam search. Raises InvalidArgument if it has none."""
+    if isinstance(message, pb.NextTokenRequest) or not message.report_beam_steps:
+        return False
+    if controls.params.beam_width == 1:
+        allowed = "false if options.beam_width is 1: without beams there are no steps to report"
+        raise InvalidArgument("report_beam_steps", True, allowed)
+    return True

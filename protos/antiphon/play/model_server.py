@@ -1,0 +1,128 @@
+"""The Antiphon server behind the page: clients of its models, pieces of their tokens, its metrics and its caches."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+from antiphon.client import AdminClient, AsyncClient, Connection
+from antiphon.play.bodies import Asked
+from antiphon.play.pieces import Pieces
+from antiphon.v1 import admin_pb2, inference_pb2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Addresses:
+    """Ports of one server.
+
+    target: host:port of gRPC. metrics_url: its /metrics. admin_target: host:port of its admin service; None where it
+    has none: the page then shows numbers of cache blocks, and not the requests that hold them.
+    """
+
+    target: str
+    metrics_url: str
+    admin_target: str | None = None
+
+
+class ModelServer:
+    """Connection to the server. For one event loop; use it as an asynchronous context manager."""
+
+    def __init__(self, addresses: Addresses, connection: Connection) -> None:
+        """connection: encryption and credentials of both gRPC ports. Raises ValueError for one that cannot be used."""
+        self.addresses = addresses
+        self.metrics_context = _tls_context(connection) if addresses.metrics_url.startswith("https:") else None
+        self._client = AsyncClient(addresses.target, connection=connection)
+        self._admin = None
+        if addresses.admin_target is not None:
+            self._admin = AdminClient(addresses.admin_target, connection=connection)
+        self._models: list[inference_pb2.Model] = []
+        self._pieces: dict[str, Pieces] = {}
+
+    async def models(self) -> list[inference_pb2.Model]:
+        """Describe every model, the default first. Raises ServerError."""
+        models = await self._client.list_models()
+        if models != self._models:  # another model may have the name of one that was unloaded
+            self._models = models
+            self._pieces.clear()
+        return models
+
+    def client(self, asked: Asked) -> AsyncClient:
+        """Return the client of the model and languages of a request."""
+        return self._client.with_model(asked.model).with_languages(asked.source_language, asked.target_language)
+
+    def client_of(self, model: str) -> AsyncClient:
+        """Return the client of a model."""
+        return self._client.with_model(model)
+
+    def pieces(self, model: str) -> Pieces:
+        """Return the pieces of a model's tokens."""
+        found = self._pieces.get(model)
+        if found is None:
+            found = self._pieces[model] = Pieces(self.client_of(model))
+        return found
+
+    async def caches(self) -> list[admin_pb2.CacheUse] | None:
+        """Return the holders of each model's cache blocks; None without an admin service. Raises ServerError."""
+        if self._admin is None:
+            return None
+        answer = await asyncio.to_thread(self._admin.get_cache)
+        return list(answer.caches)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self._client.close()
+        if self._admin is not None:
+            self._admin.close()
+
+
+def _tls_context(connection: Connection) -> ssl.SSLContext:
+    """Return the settings of TLS for the metrics port, which has the certificates of the gRPC port."""
+    try:
+        context = ssl.create_default_context(cafile=connection.tls_ca)
+        if connection.tls_cert is not None:
+            context.load_cert_chain(connection.tls_cert, connection.tls_key)
+    except (OSError, ssl.SSLError) as error:
+        raise ValueError(f"the files of TLS cannot be used for --metrics-url: {error}") from None
+    return context
+
+
+def described(model: inference_pb2.Model) -> dict[str, Any]:
+    """Return what the page knows of a model."""
+    return {
+        "name": model.name,
+        "architecture": _word(inference_pb2.Architecture, model.architecture, "ARCHITECTURE_").replace("_", "-"),
+        "precision": _word(inference_pb2.Precision, model.precision, "PRECISION_"),
+        "device": _word(inference_pb2.Device, model.device, "DEVICE_"),
+        "vocabulary_size": model.vocabulary_size,
+        "max_source_len": model.limits.max_source_len,
+        "max_target_len": model.limits.max_target_len,
+        "max_text_bytes": model.limits.max_text_bytes,
+        "tasks": [
+            {"task": _word(inference_pb2.Task, one.task, "TASK_"), "labels": list(one.labels)} for one in model.tasks
+        ],
+        "languages": list(model.languages),
+        "mask_token": model.mask_token,
+        "licence": model.provenance.licence,
+        "attribution": model.provenance.attribution,
+        "cache": _cache(model),
+    }
+
+
+def _cache(model: inference_pb2.Model) -> dict[str, int] | None:
+    if not model.HasField("cache"):
+        return None
+    cache = model.cache
+    return {"block_tokens": cache.block_tokens, "block_bytes": cache.block_bytes, "num_blocks": cache.num_blocks}
+
+
+def _word(enum: Any, number: int, prefix: str) -> str:
+    """Return the name of an enum's number in lower case, without the enum's own name."""
+    name: str = enum.Name(number) if number in enum.values() else "unknown"
+    return name.removeprefix(prefix).lower()

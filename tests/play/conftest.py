@@ -1,0 +1,71 @@
+"""A server with a model of each architecture, the page over it, and a browser."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser
+
+from antiphon.client import Client
+from tests.integration.process import ServerProcess
+from tests.play.browser import ROOT, Watched, open_browser
+from tests.play.models import DECODER, ENCODER, write_bundle
+from tests.play.play_process import PlayProcess
+
+SHIPPED = ROOT / "model" / "bundles" / "en-de"
+
+
+@pytest.fixture(scope="session")
+def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Bundles by the name under which they are served."""
+    written = {name: write_bundle(tmp_path_factory.mktemp(name), config) for name, config in MODELS.items()}
+    return {"en-de": SHIPPED, **written}
+
+
+MODELS = {"bert": ENCODER, "gpt": DECODER}
+
+
+@pytest.fixture(scope="session")
+def server(bundles: dict[str, Path]) -> Iterator[ServerProcess]:
+    names = [argument for name, path in bundles.items() for argument in ("--model", f"{name}={path}")]
+    with ServerProcess(None, [*names, "--admin-port", "0"]) as process:
+        yield process
+
+
+@pytest.fixture(scope="session")
+def play(server: ServerProcess) -> Iterator[PlayProcess]:
+    with PlayProcess(server) as process:
+        yield process
+
+
+@pytest.fixture
+def client(server: ServerProcess) -> Iterator[Client]:
+    with Client(server.target) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with open_browser() as opened:
+        yield opened
+
+
+@pytest.fixture
+def open_page(browser: Browser) -> Iterator[Callable[..., Watched]]:
+    """A function that opens pages; at the end, none of them may have reported an error."""
+    opened: list[Watched] = []
+
+    def open_one(url: str, **settings: Any) -> Watched:
+        watched = Watched(browser.new_page(**{"reduced_motion": "reduce", **settings}))
+        opened.append(watched)
+        watched.page.goto(url)
+        return watched
+
+    yield open_one
+    for watched in opened:
+        watched.page.close()
+    for watched in opened:
+        watched.check()
