@@ -61,7 +61,7 @@ async def test_a_cancelled_stream_frees_its_row_and_blocks(bundle: Bundle, devic
         stream = served.client.generate("the small word", Options(max_new_tokens=30, ignore_eos=True))
         async for _ in stream:
             break
-        await stream.aclose()  # type: ignore[attr-defined]
+        await stream.aclose()
         # There is one row, so this answer comes only once the cancelled request has left it.
         await served.client.generate_text("number 7", Options(max_new_tokens=2))
 

@@ -118,7 +118,7 @@ async def _answered_refused_and_cancelled(server: ServerProcess) -> tuple[pb.Gen
             await client.generate_text("a", Options(temperature=-1))
         stream = client.generate("a", Options(max_new_tokens=2000))
         await anext(stream)
-        await stream.aclose()  # type: ignore[attr-defined]
+        await stream.aclose()
     return answer, caught.value
 
 

@@ -57,7 +57,7 @@ async def streamed(client: AsyncClient, index: int) -> list[str] | None:
     stream = client.generate(text_of(index), options_of(index))
     async for delta in stream:
         if options_of(index) is ENDLESS:
-            await stream.aclose()  # type: ignore[attr-defined]
+            await stream.aclose()
             return None
         texts[delta.output_index] += delta.text
     return [texts[output] for output in sorted(texts)]

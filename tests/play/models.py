@@ -14,7 +14,9 @@ from antiphon.model.transformer.random_model import random_transformer
 
 VOCAB_SIZE = 280
 _TEXTS = [f"the small cat number {number} sat on the red mat in Rome" for number in range(40)]
-_SIZES = dict(d_model=32, num_heads=4, d_ff=64, dropout=0.0, max_source_len=64, max_target_len=64, vocab_size=VOCAB_SIZE)
+_SIZES = dict(
+    d_model=32, num_heads=4, d_ff=64, dropout=0.0, max_source_len=64, max_target_len=64, vocab_size=VOCAB_SIZE
+)
 _LABELS = ("O", "B-animal", "I-animal", "B-place")
 ENCODER = ModelConfig.model_validate(
     dict(

@@ -12,7 +12,9 @@ from typing import Any, Self
 
 from tests.integration.process import ANTIPHON, PATIENCE_S, ServerProcess, environment
 
-_PRINTED = re.compile(r"antiphon play: (?P<url>http://127\.0\.0\.1:(?P<port>\d+)) shows the models of \S+; Ctrl-C ends it")
+_PRINTED = re.compile(
+    r"antiphon play: (?P<url>http://127\.0\.0\.1:(?P<port>\d+)) shows the models of \S+; Ctrl-C ends it"
+)
 
 
 class PlayProcess:

@@ -159,7 +159,11 @@ def test_samples_of_a_seed_equal_those_of_the_server_and_repeat(
     page = open_page(f"{play.url}/#/sampling").page
     type_text(page, TEXT)
     page.get_by_label("Temperature").fill("1.5")
-    seeds = [18446744073709551614, 18446744073709551615, 0]  # beyond the exact numbers of JavaScript, and around the end
+    seeds = [
+        18446744073709551614,
+        18446744073709551615,
+        0,
+    ]  # beyond the exact numbers of JavaScript, and around the end
     page.get_by_label("First seed").fill(str(seeds[0]))
     page.get_by_label("Samples").fill("3")
     expected = [client.generate_text(TEXT, Options(temperature=1.5, seed=seed)).text for seed in seeds]
@@ -201,9 +205,9 @@ def test_attention_shows_the_positions_of_each_part(play: PlayProcess, client: C
         choose_model(page, model)
         found = client.with_model(model).get_positions()
         tables = page.locator("canvas.table")
-        expect(tables).to_have_count(sum(1 for one in found.encodings if one.rows))
+        expect(tables).to_have_count(sum(1 for one in found if one.rows))
         sizes = tables.evaluate_all("all => all.map((one) => [one.height, one.width])")
-        assert sizes == [[one.rows, one.columns] for one in found.encodings if one.rows]
+        assert sizes == [[one.rows, one.columns] for one in found if one.rows]
 
 
 def test_beams_draw_the_tree_that_the_server_searched(play: PlayProcess, client: Client, open_page: Open) -> None:
@@ -250,7 +254,11 @@ def test_memory_shows_the_workspace_that_the_metrics_report(
 
 def test_memory_says_what_attention_would_need(play: PlayProcess, open_page: Open) -> None:
     page = open_page(f"{play.url}/#/memory").page
-    for log2_length, matrix, layer in ((9, "1.00 MiB", "8.00 MiB"), (13, "256 MiB", "2.00 GiB"), (17, "64.0 GiB", "512 GiB")):
+    for log2_length, matrix, layer in (
+        (9, "1.00 MiB", "8.00 MiB"),
+        (13, "256 MiB", "2.00 GiB"),
+        (17, "64.0 GiB", "512 GiB"),
+    ):
         page.get_by_label("Length T").fill(str(log2_length))
         page.get_by_label("Heads H").fill("8")
         expect(page.locator(".figure").filter(has_text="One matrix")).to_contain_text(matrix)
@@ -260,7 +268,9 @@ def test_memory_says_what_attention_would_need(play: PlayProcess, open_page: Ope
     expect(laptop).to_contain_text("23,170")  # the square root of 16 GiB by 8 heads and 4 bytes
 
 
-def test_memory_colours_the_blocks_of_a_running_request(play: PlayProcess, server: ServerProcess, open_page: Open) -> None:
+def test_memory_colours_the_blocks_of_a_running_request(
+    play: PlayProcess, server: ServerProcess, open_page: Open
+) -> None:
     page = open_page(f"{play.url}/#/memory").page
     choose_model(page, "en-de")
     pool = page.locator("canvas.pool")

@@ -82,6 +82,11 @@ class Traffic:
         assert len(maps.cross) > 0, f"{number} has no maps"
         return "ok"
 
+    async def next_token(self, number: int) -> str:
+        first, again = [await self.client.next_token(ask(number).text) for _ in range(2)]
+        assert first == again, f"{number} has another next token"
+        return "ok"
+
     async def cancel(self, number: int) -> str:
         """Cancel a stream after its first message, or before."""
         heard, first = Heard(defaultdict(str)), asyncio.Event()
@@ -131,7 +136,7 @@ async def warm_up(traffic: Traffic) -> None:
 
 
 _SHARES = {
-    "unary": 30, "stream": 30, "score": 8, "embed": 8, "explain": 1, "cancel": 10, "deadline": 5, "refused": 4,
-    "reconnect": 4,
+    "unary": 30, "stream": 30, "score": 8, "embed": 8, "explain": 1, "next_token": 1, "cancel": 10, "deadline": 5,
+    "refused": 4, "reconnect": 4,
 }  # fmt: skip
 _KINDS: dict[str, Callable[[Traffic, int], Awaitable[str]]] = {name: getattr(Traffic, name) for name in _SHARES}

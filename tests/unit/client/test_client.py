@@ -272,7 +272,7 @@ async def test_leaving_a_stream_cancels_its_work() -> None:
         stream = client.generate((30, 30))
         async for _ in stream:
             break
-        await stream.aclose()  # type: ignore[attr-defined]
+        await stream.aclose()
         await served.calls.wait_until_idle()
         assert await asyncio.to_thread(served.engine.drain, 60)
         assert len(served.runner.decoded_rows) <= 31

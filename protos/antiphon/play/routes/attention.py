@@ -55,7 +55,7 @@ async def positions(server: ModelServer, body: PositionsBody) -> Json:
     Tables are base64 of rows * columns float32, little-endian, row by row.
     """
     found = await server.client_of(body.model).get_positions(num_positions=body.num_positions)
-    return {"encodings": [_encoding(one) for one in found.encodings]}
+    return {"encodings": [_encoding(one) for one in found]}
 
 
 def _encoding(one: inference_pb2.PositionEncoding) -> Json:
