@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Mapping
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping
 
 import pytest
 from playwright.sync_api import Locator, Page, expect
@@ -268,13 +271,46 @@ def test_memory_says_what_attention_would_need(play: PlayProcess, open_page: Ope
     expect(laptop).to_contain_text("23,170")  # the square root of 16 GiB by 8 heads and 4 bytes
 
 
-def test_memory_colours_the_blocks_of_a_running_request(
-    play: PlayProcess, server: ServerProcess, open_page: Open
-) -> None:
+def test_memory_colours_the_blocks_of_running_requests(play: PlayProcess, client: Client, open_page: Open) -> None:
     page = open_page(f"{play.url}/#/memory").page
-    choose_model(page, "en-de")
     pool = page.locator("canvas.pool")
-    expect(pool).to_have_accessible_name("0 of 1024 blocks are held by 0 requests")
+    expect(pool).to_have_accessible_name("0 of 2048 blocks are held by 0 requests")
+    with repeated(lambda: client.generate_text(TEXT, Options(ignore_eos=True))):
+        expect(pool).to_have_accessible_name(re.compile(r"[1-9]\d* of 2048 blocks are held by [1-9]\d* requests"))
+        page.wait_for_function(HAS_COLOUR)
+    expect(pool).to_have_accessible_name("0 of 2048 blocks are held by 0 requests")
+
+
+# True if any square of the pool has a colour: free blocks are grey, within the precision of the theme's colours.
+HAS_COLOUR = """() => {
+  const canvas = document.querySelector("canvas.pool");
+  const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+  for (let at = 0; at < data.length; at += 4) {
+    if (data[at + 3] && Math.max(data[at], data[at + 1], data[at + 2]) - Math.min(data[at], data[at + 1], data[at + 2]) > 60)
+      return true;
+  }
+  return false;
+}"""
+
+
+@contextlib.contextmanager
+def repeated(work: Callable[[], object], num_threads: int = 2) -> Iterator[None]:
+    """Do some work again and again, in threads, while the context lasts."""
+    is_over = threading.Event()
+
+    def repeat() -> None:
+        while not is_over.is_set():
+            work()
+
+    threads = [threading.Thread(target=repeat) for _ in range(num_threads)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        for thread in threads:
+            thread.join()
 
 
 def test_read_classifies_tags_and_fills_as_the_server_does(play: PlayProcess, client: Client, open_page: Open) -> None:

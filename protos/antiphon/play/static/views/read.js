@@ -20,11 +20,19 @@ function tasks() {
   return (chosenModel()?.tasks ?? []).map((one) => one.task).filter((name) => name in TASKS);
 }
 
+// What is missing from the texts before the server can be asked; null if nothing is.
+function missing() {
+  if (!state.text.trim()) return 'Type a text to read.';
+  if (task === 'fill_mask' && !state.text.includes(chosenModel().mask_token)) return `Insert ${chosenModel().mask_token} where a word is missing.`;
+  if (task === 'next_sentence' && !pair.trim()) return 'Type the second text of the pair.';
+  return null;
+}
+
 function ask() {
   clearTimeout(timer);
   const asking = task;
   const text = state.text;
-  if (asking === null || !text.trim()) {
+  if (asking === null || missing() !== null) {
     result = null;
     work.reset();
     return;
@@ -119,6 +127,6 @@ export const read = {
         (name) => html`<button type="button" aria-pressed=${name === task} @click=${() => choose(name)}>${TASKS[name]}</button>`,
       )}</div>
       <div class="pair">${sharedText('Text', askSoon, { rows: 3 })}${second}</div>${mask}
-      ${face(work, 'Type a text to read.')}${answer()}`;
+      ${face(work, missing() ?? nothing)}${answer()}`;
   },
 };
