@@ -14,6 +14,7 @@ OIP_CLIENTS := .venv-oip-clients
 # Programs that check and run the files of deploy/: Python packages, and unpacked Debian packages.
 DEPLOY := .venv-deploy
 UNPACKED := build/deploy-tools
+BROWSER := build/browser
 # Triton and onnxruntime-gpu, for operators of GPUs. No card is needed.
 CUDA := .venv-cuda
 
@@ -33,7 +34,7 @@ endif
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup serve watch test test-cuda cuda-tools kernels gpu-bench oip-clients deploy-tools soak sanitize reliability crowd endurance abuse \
+.PHONY: help setup serve play play-pictures watch test test-cuda cuda-tools kernels gpu-bench oip-clients deploy-tools browser soak sanitize reliability crowd endurance abuse \
 	overload faults balancing balancing-bench fuzz lint stubs wheel image image-base image-check alerts-check lock clean
 
 help: ## Show this list.
@@ -44,10 +45,13 @@ setup: $(VENV)/.installed ## Create .venv with all packages for serving, and .ve
 serve: setup ## Serve the shipped English-German model. ARGS="--port 50052" passes options to the server.
 	@exec $(BIN)/antiphon serve $(ARGS)
 
+play: setup ## Serve, and show the model at work on a page: http://127.0.0.1:8050. ARGS="--page-port 8051" or of the server.
+	@exec $(BIN)/python -m deploy.laptop.play $(ARGS)
+
 watch: setup ## Serve, with Prometheus and alerts, without containers. ARGS="--prometheus-port 9095" passes options.
 	@exec $(BIN)/python deploy/laptop/watch.py $(ARGS)
 
-test: lint oip-clients deploy-tools ## Run lint, types and all tests. ARGS="-k scheduler" passes options to pytest.
+test: lint oip-clients deploy-tools browser ## Run lint, types and all tests. ARGS="-k scheduler" passes options to pytest.
 	@echo "==> pytest"
 	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 	@$(if $(ARGS),,$(MAKE) --no-print-directory test-cuda)
@@ -71,6 +75,13 @@ deploy-tools: $(VENV)/.created ## Install programs that check deploy/: checkov, 
 	@$(MAKE) --no-print-directory $(DEPLOY)/.installed || { rm -rf $(DEPLOY); \
 		echo "==> no $(DEPLOY): tests that run checkov, envoy, hadolint or kubectl are skipped"; }
 	@requirements/unpack.sh $(UNPACKED) prometheus=promtool prometheus-alertmanager=amtool nginx=nginx
+
+# Never fails: without a browser, its tests are skipped.
+browser: ## Unpack headless Chromium for tests of the page, if PATH has none: build/browser. 300 MB, Debian only.
+	@requirements/browser.sh $(BROWSER)
+
+play-pictures: $(VENV)/.test-tools browser ## Write the pictures of docs/PLAY.md, and print the time of the page's first paint.
+	@$(BIN)/python -m tests.play.pictures
 
 soak: $(VENV)/.test-tools ## Compare requests alone and in random batches. ROUNDS=1000 sets the number of batches.
 	@ANTIPHON_IDENTITY_ROUNDS=$(or $(ROUNDS),200) $(BIN)/python -m pytest tests/parity/test_identity.py $(ARGS)

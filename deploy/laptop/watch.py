@@ -29,11 +29,14 @@ ALERTS = LAPTOP.parent / "alerts"
 # Folders into which `make deploy-tools` unpacks packages for users without root.
 UNPACKED = [LAPTOP.parents[1] / "build" / "deploy-tools" / "usr" / name for name in ("bin", "sbin")]
 PATIENCE_S = 60
-READY = re.compile(r"antiphon: ready: .* on (?P<target>\S+), metrics on http://(?P<metrics>[^/\s]+)/metrics")
+READY = re.compile(
+    r"antiphon: ready: .* on (?P<target>\S+), metrics on http://(?P<metrics>[^/\s]+)/metrics"
+    r"(, admin on (?P<admin>[^,;]+))?"
+)
 STOPPED_BY = (signal.SIGINT, signal.SIGTERM)
 
 
-class CannotWatch(Exception):
+class CannotRun(Exception):
     """A program is missing or does not start; the message names it."""
 
 
@@ -50,7 +53,7 @@ def main() -> int:
     try:
         with tempfile.TemporaryDirectory(prefix="antiphon-watch-") as scratch:
             return _watch(options, serve, Path(scratch), stop)
-    except CannotWatch as error:
+    except CannotRun as error:
         print(f"watch: {error}", file=sys.stderr)
         return 1
 
@@ -60,11 +63,11 @@ def _watch(options: argparse.Namespace, serve: Sequence[str], scratch: Path, sto
     data.mkdir(parents=True, exist_ok=True)
     prometheus = _program("prometheus")
     if prometheus is None:
-        raise CannotWatch("prometheus is not on this machine: install your system's package (Debian: prometheus)")
+        raise CannotRun("prometheus is not on this machine: install your system's package (Debian: prometheus)")
     alertmanager = _program("alertmanager", "prometheus-alertmanager")
     watcher = f"127.0.0.1:{options.alertmanager_port}" if alertmanager else None
     children: dict[str, subprocess.Popen[str]] = {}
-    with _stopped_in_reverse(children):
+    with stopped_in_reverse(children):
         # Started first and ended last, so that they observe the server while it drains.
         if alertmanager and watcher:
             children["alertmanager"] = start(_alertmanager_command(alertmanager, data / "alertmanager", watcher))
@@ -75,10 +78,10 @@ def _watch(options: argparse.Namespace, serve: Sequence[str], scratch: Path, sto
         wait_ready(f"http://{url}/-/ready", children["prometheus"])
         if watcher:
             wait_ready(f"http://{watcher}/-/ready", children["alertmanager"])
-        target, metrics = _heard_ready(children["server"])
-        name_servers(scratch, [metrics])
-        _print_urls(target, metrics, url, watcher)
-        return _wait(children, stop)
+        ready = heard_ready(children["server"])
+        name_servers(scratch, [ready["metrics"]])
+        _print_urls(ready["target"], ready["metrics"], url, watcher)
+        return wait_for_end(children, stop)
 
 
 def write_config(folder: Path, *, alertmanager: str | None, interval: str | None = None) -> None:
@@ -117,17 +120,17 @@ def start(command: Sequence[str], *, is_heard: bool = False) -> subprocess.Popen
 
 
 def wait_ready(url: str, process: subprocess.Popen[str]) -> None:
-    """Wait until a page is answered. Raises CannotWatch if the process ends first, or after a minute."""
+    """Wait until a page is answered. Raises CannotRun if the process ends first, or after a minute."""
     end_s = time.monotonic() + PATIENCE_S
     while time.monotonic() < end_s:
         if process.poll() is not None:
-            raise CannotWatch(f"the process of {url} ended with {process.returncode}; its error message is above")
+            raise CannotRun(f"the process of {url} ended with {process.returncode}; its error message is above")
         try:
             with urllib.request.urlopen(url, timeout=1):
                 return
         except (urllib.error.URLError, OSError):
             time.sleep(0.05)
-    raise CannotWatch(f"{url} did not answer within {PATIENCE_S} s")
+    raise CannotRun(f"{url} did not answer within {PATIENCE_S} s")
 
 
 def _port(text: str) -> int:
@@ -150,13 +153,16 @@ def _program(*names: str) -> Path | None:
     return next((Path(found) for name in names if (found := shutil.which(name, path=places))), None)
 
 
-def _heard_ready(server: subprocess.Popen[str]) -> tuple[str, str]:
-    """Return the addresses of calls and of metrics, from the line that the server prints when it is ready."""
+def heard_ready(server: subprocess.Popen[str]) -> re.Match[str]:
+    """Return the addresses target, metrics and admin, from the line that the server prints when it is ready.
+
+    Raises CannotRun if it ends before.
+    """
     assert server.stdout is not None
     match = READY.search(server.stdout.readline())
     if match is None:
-        raise CannotWatch(f"the server ended with {server.wait()} before it was ready")
-    return match["target"], match["metrics"]
+        raise CannotRun(f"the server ended with {server.wait()} before it was ready")
+    return match
 
 
 def _print_urls(target: str, metrics: str, prometheus: str, alertmanager: str | None) -> None:
@@ -168,16 +174,18 @@ def _print_urls(target: str, metrics: str, prometheus: str, alertmanager: str | 
     print("Ctrl-C ends all of them.", flush=True)
 
 
-def _wait(children: dict[str, subprocess.Popen[str]], stop: threading.Event) -> int:
+def wait_for_end(children: dict[str, subprocess.Popen[str]], stop: threading.Event) -> int:
+    """Return 0 once `stop` is set. Raises CannotRun if a program ends before."""
     while not stop.wait(0.2):
         for name, child in children.items():
             if child.poll() is not None:
-                raise CannotWatch(f"{name} ended with {child.returncode}")
+                raise CannotRun(f"{name} ended with {child.returncode}")
     return 0
 
 
 @contextmanager
-def _stopped_in_reverse(children: dict[str, subprocess.Popen[str]]) -> Iterator[None]:
+def stopped_in_reverse(children: dict[str, subprocess.Popen[str]]) -> Iterator[None]:
+    """End the programs that were started within the context, the last one first."""
     try:
         yield
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import subprocess
@@ -53,6 +54,36 @@ def test_watch_runs_a_server_and_prometheus_and_ends_both_on_an_interrupt() -> N
     for url in (said["metrics"], said["prometheus"]):
         with pytest.raises(urllib.error.URLError):
             urllib.request.urlopen(url, timeout=5)
+
+
+def test_play_runs_a_server_and_a_page_over_it_and_ends_both_on_an_interrupt() -> None:
+    command = [sys.executable, "-m", "deploy.laptop.play", "--page-port", "0", "--port", "0", "--metrics-port", "0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment())
+    with process:
+        try:
+            assert process.stdout is not None
+            said = process.stdout.readline()
+            page = re.search(r"http://\S+", said)
+            assert page is not None, said
+            with urllib.request.urlopen(f"{page[0]}/api/memory", timeout=PATIENCE_S) as answer:
+                memory = json.loads(answer.read())
+            assert memory["metrics"]["models"]["en-de"]["running"] == 0
+            assert memory["caches"][0]["holders"] == []
+        finally:
+            process.send_signal(signal.SIGINT)
+        assert process.wait(PATIENCE_S) == 0
+    with pytest.raises(urllib.error.URLError):
+        urllib.request.urlopen(page[0], timeout=5)
+
+
+def test_play_reports_a_wrong_option_of_the_server() -> None:
+    command = [sys.executable, "-m", "deploy.laptop.play", "--no-such-option"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, env=environment(), timeout=PATIENCE_S, check=False
+    )
+    assert done.returncode == 1
+    assert "unrecognized arguments: --no-such-option" in done.stderr
+    assert "play: the server ended with 2 before it was ready" in done.stderr
 
 
 def _said_until_ready(process: subprocess.Popen[str]) -> dict[str, str]:

@@ -11,21 +11,15 @@ from playwright.sync_api import Browser
 
 from antiphon.client import Client
 from tests.integration.process import ServerProcess
-from tests.play.browser import ROOT, Watched, open_browser
-from tests.play.models import DECODER, ENCODER, write_bundle
+from tests.play.browser import Watched, open_browser
+from tests.play.models import served_bundles
 from tests.play.play_process import PlayProcess
-
-SHIPPED = ROOT / "model" / "bundles" / "en-de"
 
 
 @pytest.fixture(scope="session")
 def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Bundles by the name under which they are served."""
-    written = {name: write_bundle(tmp_path_factory.mktemp(name), config) for name, config in MODELS.items()}
-    return {"en-de": SHIPPED, **written}
-
-
-MODELS = {"bert": ENCODER, "gpt": DECODER}
+    return served_bundles(tmp_path_factory.mktemp("bundles"))
 
 
 @pytest.fixture(scope="session")

@@ -12,6 +12,7 @@ from antiphon.model.export.export import export_bundle
 from antiphon.model.text.tokenizer import MASK_TOKEN, Tokenizer, encoder_format
 from antiphon.model.transformer.random_model import random_transformer
 
+SHIPPED = Path(__file__).parents[2] / "model" / "bundles" / "en-de"
 VOCAB_SIZE = 280
 _TEXTS = [f"the small cat number {number} sat on the red mat in Rome" for number in range(40)]
 _SIZES = dict(
@@ -33,6 +34,11 @@ DECODER = ModelConfig.model_validate(
     dict(_SIZES, architecture="decoder", encoder_layers=0, decoder_layers=2, positions="rope")
 )
 
+# Its greedy answers have thousands of tokens, so that a request is still running when a test looks at it.
+LONG = ModelConfig.model_validate(
+    dict(_SIZES, encoder_layers=1, decoder_layers=1) | dict(d_model=16, d_ff=16, max_target_len=8192)
+)
+
 
 def write_bundle(folder: Path, config: ModelConfig) -> Path:
     """Export a model with random weights and return its bundle."""
@@ -49,3 +55,10 @@ def write_bundle(folder: Path, config: ModelConfig) -> Path:
         warnings.simplefilter("ignore")  # the exporter's own
         export_bundle(load_checkpoint(folder / "checkpoint"), folder / "bundle", precisions=("float32",))
     return folder / "bundle"
+
+
+def served_bundles(folder: Path) -> dict[str, Path]:
+    """Return a bundle of each architecture by its name for requests; the shipped one is the first."""
+    models = {"bert": ENCODER, "gpt": DECODER}
+    written = {name: write_bundle(folder / name, config) for name, config in models.items()}
+    return {"en-de": SHIPPED, **written}

@@ -8,19 +8,27 @@ import re
 import subprocess
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
-from tests.integration.process import ANTIPHON, PATIENCE_S, ServerProcess, environment
+from tests.integration.process import ANTIPHON, PATIENCE_S, environment
 
 _PRINTED = re.compile(
     r"antiphon play: (?P<url>http://127\.0\.0\.1:(?P<port>\d+)) shows the models of \S+; Ctrl-C ends it"
 )
 
 
+class Addressed(Protocol):
+    """Addresses of a server: those of a ServerProcess."""
+
+    target: str
+    metrics_url: str
+    admin_target: str | None
+
+
 class PlayProcess:
     """Running `antiphon play` over a server, on a free port. Leaving the context ends it."""
 
-    def __init__(self, server: ServerProcess, arguments: Sequence[str] = ()) -> None:
+    def __init__(self, server: Addressed, arguments: Sequence[str] = ()) -> None:
         addresses = ["--target", server.target, "--metrics-url", server.metrics_url]
         if server.admin_target is not None:
             addresses += ["--admin-target", server.admin_target]

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import re
-import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 import pytest
 from playwright.sync_api import Locator, Page, expect
@@ -14,6 +12,7 @@ from playwright.sync_api import Locator, Page, expect
 from antiphon.client import Client, Options
 from tests.integration.process import ServerProcess, is_idle
 from tests.play.browser import Watched
+from tests.play.busy import repeated
 from tests.play.play_process import PlayProcess
 
 Open = Callable[..., Watched]
@@ -146,10 +145,10 @@ def test_sampling_walks_along_the_target_token_by_token(play: PlayProcess, clien
     page = open_page(f"{play.url}/#/sampling").page
     type_text(page, TEXT)
     first = client.next_token(TEXT, num_tokens=16)
-    button = page.locator(f'.stages button[data-id="{first.token_ids[1]}"]')
-    button.click()
-    second = client.next_token(TEXT, generated_ids=first.token_ids[1:2], num_tokens=16)
     rows = page.locator(".stages tbody button")
+    expect(rows.first).to_have_attribute("data-id", str(first.token_ids[0]))
+    rows.nth(1).click()
+    second = client.next_token(TEXT, generated_ids=first.token_ids[1:2], num_tokens=16)
     expect(rows.first).to_have_attribute("data-id", str(second.token_ids[0]))
     assert stage_cells(page, "model") == pytest.approx(list(second.stages[0].logprobs), abs=1e-6)
     page.get_by_role("button", name="Back").click()
@@ -228,11 +227,12 @@ def test_beams_draw_the_tree_that_the_server_searched(play: PlayProcess, client:
     assert float(best.get_attribute("data-score") or "nan") == pytest.approx(outputs[0].score)
 
 
-def test_beams_grow_step_by_step(play: PlayProcess, open_page: Open) -> None:
+def test_beams_grow_step_by_step(play: PlayProcess, client: Client, open_page: Open) -> None:
     page = open_page(f"{play.url}/#/beams").page
     type_text(page, TEXT)
+    best = client.generate_text(TEXT, Options(beam_width=4, max_new_tokens=32))
+    expect(page.locator(".outputs li span:first-child").first).to_have_text(best.text)
     slider = page.get_by_role("slider", name="Step")
-    expect(page.locator("g.node.best").first).to_be_visible()
     slider.fill("0")
     expect(page.locator("g.node")).to_have_count(4)
     expect(page.locator("g.node.pruned")).to_have_count(0)
@@ -245,14 +245,25 @@ def test_memory_shows_the_workspace_that_the_metrics_report(
 ) -> None:
     page = open_page(f"{play.url}/#/memory").page
     page.get_by_role("button", name="Measure").click()
+    rows = page.locator("tr[data-tokens]")
+    expect(rows.nth(4)).to_be_visible(timeout=60_000)
     expect(page.get_by_role("button", name="Measure lengths")).to_be_enabled(timeout=60_000)
-    row = page.locator("tr[data-tokens]").last
     metrics = server.wait_for_metrics(is_idle)
-    lengths = [name for name in metrics if name.startswith("antiphon_encoder_lone_runs_total") and metrics[name]]
-    assert page.locator("tr[data-tokens]").count() == len([name for name in lengths if "model_name" not in name])
-    longest = row.locator("td").all_inner_texts()
-    assert all(longest)
-    expect(page.locator("svg.chart circle")).to_have_count(page.locator("tr[data-tokens]").count())
+    lone = {
+        (kind, length): metrics[key] / metrics[f"antiphon_encoder_lone_runs_total{{source_len={length}}}"]
+        for key in metrics
+        if (found := re.fullmatch(r"antiphon_encoder_lone_workspace_bytes_total\{kind=(\w+),source_len=(\d+)\}", key))
+        for kind, length in [found.groups()]
+        if metrics[f"antiphon_encoder_lone_runs_total{{source_len={length}}}"]
+    }
+    lengths = sorted({int(length) for _, length in lone})
+    expect(rows).to_have_count(len(lengths))
+    shown = rows.evaluate_all(
+        "all => all.flatMap((row) => ['measured', 'fused', 'materialised'].map((one) => +row.dataset[one]))"
+    )
+    kinds = ("measured", "predicted_fused", "predicted_materialised")
+    assert shown == pytest.approx([lone[kind, str(length)] for length in lengths for kind in kinds])
+    expect(page.locator("svg.chart circle")).to_have_count(len(lengths))
 
 
 def test_memory_says_what_attention_would_need(play: PlayProcess, open_page: Open) -> None:
@@ -286,31 +297,11 @@ HAS_COLOUR = """() => {
   const canvas = document.querySelector("canvas.pool");
   const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
   for (let at = 0; at < data.length; at += 4) {
-    if (data[at + 3] && Math.max(data[at], data[at + 1], data[at + 2]) - Math.min(data[at], data[at + 1], data[at + 2]) > 60)
-      return true;
+    const channels = data.slice(at, at + 3);
+    if (data[at + 3] && Math.max(...channels) - Math.min(...channels) > 60) return true;
   }
   return false;
 }"""
-
-
-@contextlib.contextmanager
-def repeated(work: Callable[[], object], num_threads: int = 2) -> Iterator[None]:
-    """Do some work again and again, in threads, while the context lasts."""
-    is_over = threading.Event()
-
-    def repeat() -> None:
-        while not is_over.is_set():
-            work()
-
-    threads = [threading.Thread(target=repeat) for _ in range(num_threads)]
-    for thread in threads:
-        thread.start()
-    try:
-        yield
-    finally:
-        is_over.set()
-        for thread in threads:
-            thread.join()
 
 
 def test_read_classifies_tags_and_fills_as_the_server_does(play: PlayProcess, client: Client, open_page: Open) -> None:

@@ -8,6 +8,7 @@ import contextlib
 import socket
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 
 import uvicorn
 
@@ -43,6 +44,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="HOST:PORT",
         help="admin service of the server, to show which request holds which cache block (default: none)",
     )
+    parser.add_argument(
+        "--admin-token-file",
+        metavar="FILE",
+        help="file with the bearer token of --admin-target (default: --token-file)",
+    )
     add_connection_flags(parser)
 
 
@@ -65,7 +71,8 @@ def run(arguments: argparse.Namespace) -> int:
 async def _serve(arguments: argparse.Namespace, listener: socket.socket) -> None:
     port = listener.getsockname()[1]
     connection = read_connection(arguments, _RETRY, max_reconnect_s=1.0)
-    server = ModelServer(_addresses(arguments), connection)
+    of_admin = replace(connection, token_file=arguments.admin_token_file or connection.token_file)
+    server = ModelServer(_addresses(arguments), connection, of_admin)
     app = build_app(server, [f"{name}:{port}" for name in (_HOST, "localhost")])
     config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=_GRACE_S)
     print(f"antiphon play: http://{_HOST}:{port} shows the models of {arguments.target}; Ctrl-C ends it", flush=True)
@@ -82,11 +89,12 @@ def _addresses(arguments: argparse.Namespace) -> Addresses:
 
 @contextlib.contextmanager
 def _listening(port: int) -> Iterator[socket.socket]:
-    """Bind the page's port, on loopback only. Raises OSError."""
+    """Open the page's port, on loopback only. Raises OSError."""
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     with listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((_HOST, port))
+        listener.listen()  # before the address is printed: a browser may be faster than the server's start
         yield listener
 
 

@@ -1,4 +1,4 @@
-"""Names for the pattern of an attention head: the place that receives most of its attention.
+"""Names for the pattern of an attention head: the place to which most queries attend most.
 
 Patterns that studies of trained models found in many heads (Clark et al. 2019, Voita et al. 2019).
 """
@@ -21,7 +21,7 @@ _NEARLY_UNIFORM = 0.9  # of the largest possible entropy
 
 
 def pattern_of(weights: NDArray[np.float32], keys: Sequence[str]) -> Pattern:
-    """Return the pattern that receives at least half of the attention, the most specific one first.
+    """Return the pattern of the most attended key of at least half of the queries.
 
     weights: [T, S] float32; rows sum to 1. keys: the S pieces.
 
@@ -32,28 +32,24 @@ def pattern_of(weights: NDArray[np.float32], keys: Sequence[str]) -> Pattern:
     queries, num_keys = weights.shape
     if num_keys < 2 or queries < 2:
         return "mixed"
-    places = np.arange(queries) if queries == num_keys else _in_proportion(queries, num_keys)
-    shares: dict[Pattern, float] = {
-        "diagonal": _share(weights, places),
-        "previous": _share(weights, places - 1),
-        "next": _share(weights, places + 1),
-        "first": float(weights[1:, 0].mean()),
-        "separator": float(weights[:, [piece.strip() in SEPARATORS for piece in keys]].sum(axis=1).mean()),
+    if _relative_entropy(weights) >= _NEARLY_UNIFORM:
+        return "uniform"
+    own = np.arange(queries) if queries == num_keys else _in_proportion(queries, num_keys)
+    most = weights.argmax(axis=1)
+    is_separator = np.array([piece.strip() in SEPARATORS for piece in keys])
+    matches: dict[Pattern, NDArray[np.bool_]] = {
+        "diagonal": most == own,
+        "previous": most == own - 1,
+        "next": most == own + 1,
+        "first": most == 0,
+        "separator": is_separator[most],
     }
-    best = max(shares, key=shares.__getitem__)
-    if shares[best] >= _MAJORITY:
-        return best
-    return "uniform" if _relative_entropy(weights) >= _NEARLY_UNIFORM else "mixed"
+    best = max(matches, key=lambda name: matches[name].sum())
+    return best if matches[best].mean() >= _MAJORITY else "mixed"
 
 
 def _in_proportion(queries: int, num_keys: int) -> NDArray[np.int64]:
     return np.round(np.arange(queries) * (num_keys - 1) / (queries - 1)).astype(np.int64)
-
-
-def _share(weights: NDArray[np.float32], places: NDArray[np.int64]) -> float:
-    """Return the mean weight at one key of each query [T], of the queries for which this key exists."""
-    rows = np.flatnonzero((places >= 0) & (places < weights.shape[1]))
-    return float(weights[rows, places[rows]].mean()) if len(rows) else 0.0
 
 
 def _relative_entropy(weights: NDArray[np.float32]) -> float:

@@ -30,14 +30,14 @@ class Addresses:
 class ModelServer:
     """Connection to the server. For one event loop; use it as an asynchronous context manager."""
 
-    def __init__(self, addresses: Addresses, connection: Connection) -> None:
-        """connection: encryption and credentials of both gRPC ports. Raises ValueError for one that cannot be used."""
+    def __init__(self, addresses: Addresses, connection: Connection, admin_connection: Connection) -> None:
+        """connection, admin_connection: encryption and credentials of the ports. Raises ValueError."""
         self.addresses = addresses
         self.metrics_context = _tls_context(connection) if addresses.metrics_url.startswith("https:") else None
         self._client = AsyncClient(addresses.target, connection=connection)
         self._admin = None
         if addresses.admin_target is not None:
-            self._admin = AdminClient(addresses.admin_target, connection=connection)
+            self._admin = AdminClient(addresses.admin_target, connection=admin_connection)
         self._models: list[inference_pb2.Model] = []
         self._pieces: dict[str, Pieces] = {}
 

@@ -47,8 +47,8 @@ function chosen() {
 }
 
 function route() {
-  const name = location.hash.replace(/^#\/?/, '');
-  if (!(name in VIEWS)) return;
+  const named = location.hash.replace(/^#\/?/, '');
+  const name = named in VIEWS ? named : 'translate';
   view().hidden?.();
   state.view = name;
   view().shown?.();

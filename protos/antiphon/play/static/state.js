@@ -33,11 +33,11 @@ export function onUpdate(listener) {
   listeners.push(listener);
 }
 
-// Renders once for all changes of one task.
+// Renders once for all changes before the next frame: a stream can bring tokens faster than a screen shows them.
 export function update() {
   if (isPending) return;
   isPending = true;
-  queueMicrotask(() => {
+  requestAnimationFrame(() => {
     isPending = false;
     for (const listener of listeners) listener();
   });

@@ -78,7 +78,7 @@ function layers() {
   const rows = [];
   for (const map of maps) (rows[map.layer] ??= []).push(map);
   return rows.map(
-    (heads, layer) => html`<div class="layer"><h3>Layer ${layer}</h3><div class="heads">
+    (heads, layer) => html`<div class="layer"><h2>Layer ${layer}</h2><div class="heads">
       ${heads.map(
         (map) => html`<button type="button" class="head" aria-pressed=${map === openMap()} @click=${() => open(map)}
           aria-label="layer ${map.layer}, head ${map.head}: ${map.pattern}, entropy ${map.entropy.toFixed(2)} nats">

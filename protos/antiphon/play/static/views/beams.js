@@ -12,7 +12,8 @@ const CONTROLS = [
   { key: 'length_penalty', label: 'Length penalty', min: -1, max: 3, step: 0.1, off: 1 },
   { key: 'max_new_tokens', label: 'Longest output', min: 4, max: 64, step: 1, off: null },
 ];
-const COLUMN = 104;
+const WIDEST_COLUMN = 104;
+const NARROWEST_COLUMN = 72;
 const ROW = 48;
 const STEP_MS = 260;
 
@@ -23,6 +24,7 @@ let numSteps = 0;
 let shown = 0; // last step that is drawn
 let timer = null;
 let outputs = [];
+let column = WIDEST_COLUMN; // pixels of a step
 
 function ask() {
   pause();
@@ -72,6 +74,9 @@ function grow(steps) {
     before = live;
   });
   shown = 0;
+  // The whole tree fits where there is room for it.
+  const room = document.getElementById('main').clientWidth - 32;
+  column = Math.max(NARROWEST_COLUMN, Math.min(WIDEST_COLUMN, room / numSteps));
 }
 
 function play() {
@@ -105,7 +110,7 @@ function tree() {
   const height = (1 + Math.max(0, ...nodes.map((node) => node.row))) * ROW + 12;
   const label = `Beam search, step ${shown + 1} of ${numSteps}: ${drawn.length} beams so far`;
   return html`<div class="scroll tree" tabindex="0" role="region" aria-label="Tree of the search">
-    <svg width=${(shown + 1) * COLUMN + 24} height=${height} role="img" aria-label=${label}>
+    <svg width=${(shown + 1) * column + 24} height=${height} role="img" aria-label=${label}>
       ${drawn.map((node) => edge(node, path))}${drawn.map((node) => mark(node, path))}
     </svg></div>`;
 }
@@ -116,15 +121,15 @@ function kind(node, path) {
 }
 
 function at(node) {
-  return [16 + node.step * COLUMN, 20 + node.row * ROW];
+  return [16 + node.step * column, 20 + node.row * ROW];
 }
 
 function edge(node, path) {
   if (node.parent === null) return nothing;
   const [x, y] = at(node);
   const [fromX, fromY] = at(node.parent);
-  const middle = (fromX + x) / 2 + 24;
-  return svg`<path class="edge ${kind(node, path)}" d="M${fromX} ${fromY} C${middle} ${fromY} ${middle - 24} ${y} ${x} ${y}" />`;
+  const middle = (fromX + x) / 2 + column / 4;
+  return svg`<path class="edge ${kind(node, path)}" d="M${fromX} ${fromY} C${middle} ${fromY} ${middle - column / 4} ${y} ${x} ${y}" />`;
 }
 
 function mark(node, path) {
@@ -133,8 +138,13 @@ function mark(node, path) {
   const number = (node.score ?? node.total).toFixed(2);
   return svg`<g class="node ${kind(node, path)}" data-step=${node.step} data-total=${node.total} data-score=${node.score ?? nothing}>
     <circle cx=${x} cy=${y} r=${node.isFinished ? 6 : 4} />
-    <text x=${x + 9} y=${y - 7}>${text.length > 12 ? `${text.slice(0, 11)}…` : text}</text>
+    <text x=${x + 9} y=${y - 7}>${shortened(text)}</text>
     <text class="number" x=${x + 9} y=${y + 16}>${number}</text></g>`;
+}
+
+function shortened(text) {
+  const most = Math.floor(column / 8.5);
+  return text.length > most ? `${text.slice(0, most - 1)}…` : text;
 }
 
 function textOf(node) {
@@ -177,6 +187,12 @@ export const beams = {
     if (state.models.length) beams.changed(true);
   },
   hidden: pause,
+  // The step that is shown is in sight.
+  drawn(root) {
+    const region = root.querySelector('.tree');
+    if (region && region.dataset.shown !== String(shown)) region.scrollLeft = region.scrollWidth;
+    if (region) region.dataset.shown = String(shown);
+  },
   render() {
     const notice = unfit(ARCHITECTURES, 'Beam search');
     if (notice) return notice;

@@ -46,11 +46,11 @@ function metricsOfModel() {
   return found?.metrics?.models[chosenModel()?.name] ?? null;
 }
 
-// Sources of 8, 16, ... tokens, one at a time, so that the workspace of each length is known.
+// Sources of 16, 32, ... tokens, one at a time, so that the workspace of each length is known.
 function measure() {
   const model = chosenModel();
   measuring.run(async (signal) => {
-    for (let length = 8; length < model.max_source_len; length *= 2) {
+    for (let length = 16; length <= model.max_source_len; length *= 2) {
       const text = Array.from({ length: length - 1 }, () => 'a').join(' ');
       const body = { model: model.name, text, options: { max_new_tokens: 1 } };
       for await (const event of postLines('/api/generate', body, signal)) void event;
@@ -99,7 +99,7 @@ function workspace() {
   const rows = now?.workspace_by_length ?? [];
   const canMeasure = chosenModel()?.architecture === 'encoder-decoder';
   const button = canMeasure ? html`<button type="button" ?disabled=${measuring.status === 'running'} @click=${measure}>
-    ${measuring.status === 'running' ? 'Measuring …' : 'Measure lengths 8, 16, …'}</button>` : nothing;
+    Measure lengths 16, 32, …</button>` : nothing;
   return html`<section class="card"><h2>Workspace of the encoder by length</h2>
     ${rows.length ? chart(rows, now.fit) : html`<p class="notice">No source has been encoded alone yet.</p>`}
     <div class="buttons">${button}</div>${measuring.status === 'failed' ? face(measuring, '') : nothing}
@@ -138,7 +138,8 @@ function workspaceTable(rows) {
     <thead><tr><th scope="col" class="number">Tokens</th><th scope="col" class="number">Runs</th>
       <th scope="col" class="number">Measured</th><th scope="col" class="number">Predicted, fused</th>
       <th scope="col" class="number">Matrices, if stored</th></tr></thead>
-    <tbody>${rows.map((row) => html`<tr data-tokens=${row.tokens}><th scope="row" class="number">${Math.round(row.tokens)}</th>
+    <tbody>${rows.map((row) => html`<tr data-tokens=${row.tokens} data-measured=${row.measured}
+      data-fused=${row.predicted_fused} data-materialised=${row.predicted_materialised}><th scope="row" class="number">${Math.round(row.tokens)}</th>
       <td class="number">${row.runs}</td><td class="number">${bytes(row.measured)}</td>
       <td class="number">${bytes(row.predicted_fused)}</td><td class="number">${bytes(row.predicted_materialised)}</td></tr>`)}
     </tbody></table></div>`;

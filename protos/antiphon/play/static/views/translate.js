@@ -167,8 +167,8 @@ function cost() {
 function buttons() {
   const again = kept.length
     ? html`<button type="button" @click=${startAgain}>Without the chosen beginning</button>` : nothing;
-  const stop = work.status === 'running' ? html`<button type="button" @click=${() => work.cancel()}>Stop</button>` : nothing;
-  return html`<div class="buttons">${again}${stop}</div>`;
+  const stop = html`<button type="button" ?disabled=${work.status !== 'running'} @click=${() => work.cancel()}>Stop</button>`;
+  return html`<div class="buttons">${stop}${again}</div>`;
 }
 
 export const translate = {
@@ -193,11 +193,12 @@ export const translate = {
         <div class="sliders">${CONTROLS.map((control) => slider(control, values, start))}</div>
       </div>
       <div>
+        ${buttons()}
         <section class="result" aria-label="Answer" aria-busy=${work.status === 'running'}>
           ${face(work, 'Type a text: the answer appears here while you type.')}${tokens()}
           <p class="hidden" role="status">${work.status === 'done' ? outputs[0]?.text : ''}</p>
         </section>
-        ${buttons()}${alternatives()}${others()}${cost()}
+        ${alternatives()}${others()}${cost()}
         <p class="hint">A darker token was less certain. Click one to see what else was likely there, and to go on with it.</p>
       </div>
     </div>`;
