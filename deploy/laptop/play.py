@@ -36,8 +36,10 @@ def _play(page_port: str, serve: Sequence[str], stop: threading.Event) -> int:
     antiphon = [sys.executable, "-m", "antiphon.cli"]
     children: dict[str, subprocess.Popen[str]] = {}
     with stopped_in_reverse(children):
-        # The admin service says which request holds which cache block. A later option of the same name replaces these.
-        children["server"] = start([*antiphon, "serve", "--admin-port", "0", *serve], is_heard=True)
+        # The admin service says which request holds which cache block. The page asks often, so only errors are logged.
+        # A later option of the same name replaces these.
+        defaults = ["--admin-port", "0", "--access-log", "errors"]
+        children["server"] = start([*antiphon, "serve", *defaults, *serve], is_heard=True)
         ready = heard_ready(children["server"])
         addresses = ["--target", ready["target"], "--metrics-url", f"http://{ready['metrics']}/metrics"]
         if ready["admin"] is not None:

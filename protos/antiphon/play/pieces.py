@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from antiphon.client import AsyncClient
+import grpc
+
+from antiphon.client import AsyncClient, ServerError
 
 
 class Pieces:
@@ -19,6 +21,8 @@ class Pieces:
         wanted = set(token_ids)
         missing = sorted(wanted - self._known.keys())
         if missing:
-            found = await self._client.detokenize(missing)
-            self._known.update(zip(missing, found.pieces, strict=True))
+            pieces = (await self._client.detokenize(missing)).pieces
+            if len(pieces) != len(missing):
+                raise ServerError(grpc.StatusCode.UNIMPLEMENTED, "the server is older than this page: it has no pieces")
+            self._known.update(zip(missing, pieces, strict=True))
         return {token_id: self._known[token_id] for token_id in wanted}

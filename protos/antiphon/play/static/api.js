@@ -25,7 +25,9 @@ async function send(path, init) {
   if (response.ok) return response;
   const type = response.headers.get('content-type') ?? '';
   const text = await response.text();
-  throw new Problem(type.includes('json') ? JSON.parse(text).error : { code: `HTTP ${response.status}`, message: text });
+  throw new Problem(
+    type.includes('json') ? JSON.parse(text).error : { code: `HTTP ${response.status}`, message: text },
+  );
 }
 
 export async function get(path) {

@@ -10,19 +10,23 @@ import { memory } from './views/memory.js';
 import { read } from './views/read.js';
 import { sampling } from './views/sampling.js';
 import { translate } from './views/translate.js';
+import { SERVER_GONE } from './work.js';
 
 // Each has title, render(), and optionally drawn(), shown(), hidden() and changed() for another model or language.
 const VIEWS = { translate, sampling, attention, beams, memory, read };
-const POLL_MS = 3000;
+const POLL_MS = 5000;
 const POLL_GONE_MS = 700;
 
 const root = document.getElementById('app');
+let timer = null;
 
 function view() {
   return VIEWS[state.view];
 }
 
 async function poll() {
+  clearTimeout(timer);
+  if (document.hidden) return; // until the page is seen again
   try {
     const found = await get('/api/models');
     const wasReady = state.connection === 'ready';
@@ -37,7 +41,8 @@ async function poll() {
     state.connection = 'gone';
   } finally {
     update();
-    setTimeout(poll, state.connection === 'ready' ? POLL_MS : POLL_GONE_MS);
+    clearTimeout(timer);
+    timer = setTimeout(poll, state.connection === 'ready' ? POLL_MS : POLL_GONE_MS);
   }
 }
 
@@ -69,8 +74,12 @@ function option(value, label, current) {
 }
 
 function chooser(key, label, values) {
-  return html`<label class="chooser"><span>${label}</span>
-    <select @change=${choose(key)}>${values.map(([value, text]) => option(value, text, state[key]))}</select></label>`;
+  return html`<label class="chooser"
+    ><span>${label}</span>
+    <select @change=${choose(key)}
+      >${values.map(([value, text]) => option(value, text, state[key]))}</select
+    ></label
+  >`;
 }
 
 function languages(model) {
@@ -89,20 +98,23 @@ function header() {
   const model = chosenModel();
   const names = state.models.map((one) => [one.name, `${one.name} (${one.architecture}, ${one.precision})`]);
   return html`<header class="top">
-    <p class="brand"><img src="icon.svg" alt="" width="28" height="28">Antiphon</p>
+    <p class="brand"><img src="icon.svg" alt="" width="28" height="28" />Antiphon</p>
     <div class="choosers">${names.length ? chooser('modelName', 'Model', names) : nothing}${languages(model)}</div>
     ${status()}
   </header>`;
 }
 
 function navigation() {
-  return html`<nav aria-label="Views"><ul>
-    ${Object.entries(VIEWS).map(
-      ([name, one]) => html`<li>
-        <a href="#/${name}" aria-current=${name === state.view ? 'page' : nothing}>${one.title}</a>
-      </li>`,
-    )}
-  </ul></nav>`;
+  return html`<nav aria-label="Views"
+    ><ul>
+      ${Object.entries(VIEWS).map(
+        ([name, one]) =>
+          html`<li>
+            <a href="#/${name}" aria-current=${name === state.view ? 'page' : nothing}>${one.title}</a>
+          </li>`,
+      )}
+    </ul></nav
+  >`;
 }
 
 function page() {
@@ -126,6 +138,8 @@ onUpdate(() => {
 
 root.replaceChildren();
 addEventListener('hashchange', route);
+addEventListener(SERVER_GONE, poll);
+document.addEventListener('visibilitychange', poll);
 matchMedia('(prefers-color-scheme: dark)').addEventListener('change', update);
 route();
 update();

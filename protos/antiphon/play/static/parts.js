@@ -48,21 +48,35 @@ export function slider(control, values, changed) {
   return html`<div class="slider ${isOff ? 'off' : ''}">
     <label for=${id}>${control.label}</label>
     <output for=${id}>${words}</output>
-    <input id=${id} type="range" min=${control.min} max=${control.max} step=${control.step} .value=${String(value)}
+    <input
+      id=${id}
+      type="range"
+      min=${control.min}
+      max=${control.max}
+      step=${control.step}
+      .value=${String(value)}
       aria-valuetext=${words}
       @input=${(event) => {
         values[control.key] = Number(event.target.value);
         changed();
         update();
-      }}>
+      }}
+    />
   </div>`;
 }
 
 export function textBox({ id, label, value, rows = 3, placeholder = '', input }) {
   return html`<div class="field">
     <label for=${id}>${label}</label>
-    <textarea id=${id} rows=${rows} dir="auto" spellcheck="false" placeholder=${placeholder} .value=${value}
-      @input=${(event) => input(event.target.value)}></textarea>
+    <textarea
+      id=${id}
+      rows=${rows}
+      dir="auto"
+      spellcheck="false"
+      placeholder=${placeholder}
+      .value=${value}
+      @input=${(event) => input(event.target.value)}
+    ></textarea>
   </div>`;
 }
 

@@ -3,6 +3,9 @@
 import { Problem } from './api.js';
 import { update } from './state.js';
 
+// Event of the window: a request found no server.
+export const SERVER_GONE = 'servergone';
+
 export class Work {
   // status: empty, running, done, cancelled, failed
   constructor() {
@@ -28,6 +31,7 @@ export class Work {
       if (!(error instanceof Problem)) throw error;
       this.status = 'failed';
       this.problem = error;
+      if (error.isAway) dispatchEvent(new Event(SERVER_GONE));
       if (error.retryAfterS !== null) this.#retry(work, error.retryAfterS);
     } finally {
       update();

@@ -112,7 +112,8 @@ function tree() {
   return html`<div class="scroll tree" tabindex="0" role="region" aria-label="Tree of the search">
     <svg width=${(shown + 1) * column + 24} height=${height} role="img" aria-label=${label}>
       ${drawn.map((node) => edge(node, path))}${drawn.map((node) => mark(node, path))}
-    </svg></div>`;
+    </svg></div
+  >`;
 }
 
 function kind(node, path) {
@@ -129,14 +130,16 @@ function edge(node, path) {
   const [x, y] = at(node);
   const [fromX, fromY] = at(node.parent);
   const middle = (fromX + x) / 2 + column / 4;
-  return svg`<path class="edge ${kind(node, path)}" d="M${fromX} ${fromY} C${middle} ${fromY} ${middle - column / 4} ${y} ${x} ${y}" />`;
+  const line = `M${fromX} ${fromY} C${middle} ${fromY} ${middle - column / 4} ${y} ${x} ${y}`;
+  return svg`<path class="edge ${kind(node, path)}" d=${line} />`;
 }
 
 function mark(node, path) {
   const [x, y] = at(node);
   const text = visible(node.piece).replace(/^▁(?=.)/, '');
   const number = (node.score ?? node.total).toFixed(2);
-  return svg`<g class="node ${kind(node, path)}" data-step=${node.step} data-total=${node.total} data-score=${node.score ?? nothing}>
+  return svg`<g class="node ${kind(node, path)}"
+    data-step=${node.step} data-total=${node.total} data-score=${node.score ?? nothing}>
     <circle cx=${x} cy=${y} r=${node.isFinished ? 6 : 4} />
     <text x=${x + 9} y=${y - 7}>${shortened(text)}</text>
     <text class="number" x=${x + 9} y=${y + 16}>${number}</text></g>`;
@@ -155,22 +158,60 @@ function textOf(node) {
 
 function beamsNow() {
   const live = nodes.filter((node) => node.step === shown && !node.isFinished);
-  const finished = nodes.filter((node) => node.isFinished && node.step <= shown).sort((one, other) => other.score - one.score);
-  const row = (node) => html`<tr><td dir="auto">${textOf(node)}</td><td class="number">${node.total.toFixed(3)}</td>
-    <td class="number">${node.score === null ? '' : node.score.toFixed(3)}</td></tr>`;
-  const part = (title, found) => (found.length ? html`<tbody><tr><th scope="rowgroup" colspan="3">${title}</th></tr>
-    ${found.map(row)}</tbody>` : nothing);
-  return html`<div class="scroll" tabindex="0" role="region" aria-label="Beams of this step"><table class="beams"><caption>Step ${shown + 1}</caption>
-    <thead><tr><th scope="col">Text</th><th scope="col" class="number">Log-probability</th><th scope="col" class="number">Score</th></tr></thead>
-    ${part('Live', live)}${part('Finished, best first', finished)}</table></div>`;
+  const finished = nodes
+    .filter((node) => node.isFinished && node.step <= shown)
+    .sort((one, other) => other.score - one.score);
+  const row = (node) =>
+    html`<tr
+      ><td dir="auto">${textOf(node)}</td><td class="number">${node.total.toFixed(3)}</td>
+      <td class="number">${node.score === null ? '' : node.score.toFixed(3)}</td></tr
+    >`;
+  const part = (title, found) =>
+    found.length
+      ? html`<tbody
+          ><tr><th scope="rowgroup" colspan="3">${title}</th></tr> ${found.map(row)}</tbody
+        >`
+      : nothing;
+  return html`<div class="scroll" tabindex="0" role="region" aria-label="Beams of this step"
+    ><table class="beams"
+      ><caption>Step ${shown + 1}</caption>
+      <thead
+        ><tr
+          ><th scope="col">Text</th><th scope="col" class="number">Log-probability</th
+          ><th scope="col" class="number">Score</th></tr
+        ></thead
+      >
+      ${part('Live', live)}${part('Finished, best first', finished)}</table
+    ></div
+  >`;
 }
 
 function timeline() {
   return html`<div class="inline">
-    <button type="button" @click=${() => { if (timer) { pause(); update(); } else play(); }}>${timer ? 'Pause' : 'Play'}</button>
-    <label class="grow nowrap">Step ${shown + 1} of ${numSteps}
-      <input id="step" type="range" min="0" max=${Math.max(0, numSteps - 1)} .value=${String(shown)}
-        @input=${(event) => { pause(); shown = Number(event.target.value); update(); }}></label>
+    <button
+      type="button"
+      @click=${() => {
+        if (timer) {
+          pause();
+          update();
+        } else play();
+      }}
+      >${timer ? 'Pause' : 'Play'}</button
+    >
+    <label class="grow nowrap"
+      >Step ${shown + 1} of ${numSteps}
+      <input
+        id="step"
+        type="range"
+        min="0"
+        max=${Math.max(0, numSteps - 1)}
+        .value=${String(shown)}
+        @input=${(event) => {
+          pause();
+          shown = Number(event.target.value);
+          update();
+        }}
+    /></label>
   </div>`;
 }
 
@@ -197,13 +238,26 @@ export const beams = {
     const notice = unfit(ARCHITECTURES, 'Beam search');
     if (notice) return notice;
     const found = nodes.length ? html`${timeline()}${tree()}${beamsNow()}` : nothing;
-    const texts = work.status === 'done' && outputs.length ? html`<section class="card"><h2>Outputs, best first</h2>
-      <ol class="outputs">${outputs.map((one) => html`<li><span dir="auto">${one.text}</span>
-        <span class="number">${one.score?.toFixed(3)}</span></li>`)}</ol></section>` : nothing;
+    const texts =
+      work.status === 'done' && outputs.length
+        ? html`<section class="card"
+            ><h2>Outputs, best first</h2>
+            <ol class="outputs"
+              >${outputs.map(
+                (one) =>
+                  html`<li
+                    ><span dir="auto">${one.text}</span> <span class="number">${one.score?.toFixed(3)}</span></li
+                  >`,
+              )}</ol
+            ></section
+          >`
+        : nothing;
     return html`${sharedText('Text', ask, { rows: 2 })}
       <div class="sliders">${CONTROLS.map((control) => slider(control, values, ask))}</div>
       ${face(work, 'Type a text to see its search.')}${found}${texts}
-      <p class="hint">Faded: pruned. Ring: finished. A number is the sum of the log-probabilities, of a finished
-        hypothesis its score: the sum by a power of its length.</p>`;
+      <p class="hint"
+        >Faded: pruned. Ring: finished. A number is the sum of the log-probabilities, of a finished hypothesis its
+        score: the sum by a power of its length.</p
+      >`;
   },
 };

@@ -23,7 +23,8 @@ function tasks() {
 // What is missing from the texts before the server can be asked; null if nothing is.
 function missing() {
   if (!state.text.trim()) return 'Type a text to read.';
-  if (task === 'fill_mask' && !state.text.includes(chosenModel().mask_token)) return `Insert ${chosenModel().mask_token} where a word is missing.`;
+  if (task === 'fill_mask' && !state.text.includes(chosenModel().mask_token))
+    return `Insert ${chosenModel().mask_token} where a word is missing.`;
   if (task === 'next_sentence' && !pair.trim()) return 'Type the second text of the pair.';
   return null;
 }
@@ -37,7 +38,8 @@ function ask() {
     work.reset();
     return;
   }
-  const more = { next_sentence: { pair, next_sentence: true }, classify: { pair: pair.trim() ? pair : null } }[asking] ?? {};
+  const more =
+    { next_sentence: { pair, next_sentence: true }, classify: { pair: pair.trim() ? pair : null } }[asking] ?? {};
   work.run(async (signal) => {
     const answer = await post(`/api/${ROUTES[asking]}`, asked(more), signal);
     result = { task: asking, text, ...answer };
@@ -56,10 +58,16 @@ function choose(name) {
 }
 
 function labels() {
-  return html`<ul class="bars">${result.labels.map(
-    (one) => html`<li data-label=${one.label} data-score=${one.score}><span class="piece" dir="auto">${one.label}</span>
-      ${bar(one.score)}<span class="number">${percent(Math.log(one.score))}</span></li>`,
-  )}</ul>`;
+  return html`<ul class="bars"
+    >${result.labels.map(
+      (one) =>
+        html`<li data-label=${one.label} data-score=${one.score}
+          ><span class="piece" dir="auto">${one.label}</span> ${bar(one.score)}<span class="number"
+            >${percent(Math.log(one.score))}</span
+          ></li
+        >`,
+    )}</ul
+  >`;
 }
 
 // Offsets count code points, so the text is cut into code points.
@@ -69,8 +77,13 @@ function spans() {
   let place = 0;
   for (const span of result.spans) {
     parts.push(points.slice(place, span.start).join(''));
-    parts.push(html`<mark dir="auto" data-label=${span.label}>${points.slice(span.start, span.end).join('')}<small>
-      ${span.label} ${percent(Math.log(span.score))}</small></mark>`);
+    parts.push(
+      html`<mark dir="auto" data-label=${span.label}
+        >${points.slice(span.start, span.end).join('')}<small>
+          ${span.label} ${percent(Math.log(span.score))}</small
+        ></mark
+      >`,
+    );
     place = span.end;
   }
   parts.push(points.slice(place).join(''));
@@ -80,10 +93,19 @@ function spans() {
 
 function fillings() {
   return result.places.map(
-    (place, index) => html`<section class="card"><h2>Mask ${index + 1}</h2><ul class="bars">${place.fillings.map(
-      (one) => html`<li><span class="piece" dir="auto">${visible(one.text)}</span>${bar(one.score)}
-        <span class="number">${percent(Math.log(one.score))}</span></li>`,
-    )}</ul></section>`,
+    (place, index) =>
+      html`<section class="card"
+        ><h2>Mask ${index + 1}</h2
+        ><ul class="bars"
+          >${place.fillings.map(
+            (one) =>
+              html`<li
+                ><span class="piece" dir="auto">${visible(one.text)}</span>${bar(one.score)}
+                <span class="number">${percent(Math.log(one.score))}</span></li
+              >`,
+          )}</ul
+        ></section
+      >`,
   );
 }
 
@@ -117,15 +139,37 @@ export const read = {
   render() {
     const notice = unfit(['encoder'], 'Reading a text');
     if (notice) return notice;
-    if (!tasks().length) return html`<p class="notice" role="status">${chosenModel().name} has no head for these tasks.</p>`;
-    const second = task === 'classify' || task === 'next_sentence'
-      ? textBox({ id: 'pair', label: 'Second text', value: pair, rows: 2, placeholder: 'none', input: (value) => { pair = value; askSoon(); update(); } })
-      : nothing;
-    const mask = task === 'fill_mask'
-      ? html`<div class="buttons"><button type="button" @click=${insertMask}>Insert ${chosenModel().mask_token}</button></div>` : nothing;
-    return html`<div class="buttons" role="group" aria-label="Task">${tasks().map(
-        (name) => html`<button type="button" aria-pressed=${name === task} @click=${() => choose(name)}>${TASKS[name]}</button>`,
-      )}</div>
+    if (!tasks().length)
+      return html`<p class="notice" role="status">${chosenModel().name} has no head for these tasks.</p>`;
+    const second =
+      task === 'classify' || task === 'next_sentence'
+        ? textBox({
+            id: 'pair',
+            label: 'Second text',
+            value: pair,
+            rows: 2,
+            placeholder: 'none',
+            input: (value) => {
+              pair = value;
+              askSoon();
+              update();
+            },
+          })
+        : nothing;
+    const mask =
+      task === 'fill_mask'
+        ? html`<div class="buttons"
+            ><button type="button" @click=${insertMask}>Insert ${chosenModel().mask_token}</button></div
+          >`
+        : nothing;
+    return html`<div class="buttons" role="group" aria-label="Task"
+        >${tasks().map(
+          (name) =>
+            html`<button type="button" aria-pressed=${name === task} @click=${() => choose(name)}
+              >${TASKS[name]}</button
+            >`,
+        )}</div
+      >
       <div class="pair">${sharedText('Text', askSoon, { rows: 3 })}${second}</div>${mask}
       ${face(work, missing() ?? nothing)}${answer()}`;
   },

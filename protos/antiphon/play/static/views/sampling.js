@@ -38,7 +38,10 @@ let samples = [];
 
 function options() {
   return Object.fromEntries(
-    CONTROLS.filter((one) => one.key === 'temperature' || values[one.key] !== one.off).map((one) => [one.key, values[one.key]]),
+    CONTROLS.filter((one) => one.key === 'temperature' || values[one.key] !== one.off).map((one) => [
+      one.key,
+      values[one.key],
+    ]),
   );
 }
 
@@ -92,17 +95,36 @@ function table() {
   return html`<div class="scroll" tabindex="0" role="region" aria-label="Distribution of the next token">
     <table class="stages">
       <caption>Probability of the next token after each stage. A dash: the token was dropped.</caption>
-      <thead><tr><th scope="col">Token</th>${stages.map(
-        (stage) => html`<th scope="col">${STAGES[stage.name] ?? stage.name}
-          <small>${stage.num_kept.toLocaleString('en')} kept, ${stage.entropy.toFixed(2)} nats</small></th>`,
-      )}</tr></thead>
-      <tbody>${tokens.map(
-        (token, index) => html`<tr>
-          <th scope="row"><button type="button" class="piece" dir="auto" data-id=${token.id} title="put it after the text so far"
-            @click=${() => append(token)}>${visible(token.piece)}</button></th>
-          ${stages.map((stage) => cell(stage, stage.logprobs[index]))}
-        </tr>`,
-      )}</tbody>
+      <thead
+        ><tr
+          ><th scope="col">Token</th>${stages.map(
+            (stage) =>
+              html`<th scope="col"
+                >${STAGES[stage.name] ?? stage.name}
+                <small>${stage.num_kept.toLocaleString('en')} kept, ${stage.entropy.toFixed(2)} nats</small></th
+              >`,
+          )}</tr
+        ></thead
+      >
+      <tbody
+        >${tokens.map(
+          (token, index) =>
+            html`<tr>
+              <th scope="row"
+                ><button
+                  type="button"
+                  class="piece"
+                  dir="auto"
+                  data-id=${token.id}
+                  title="put it after the text so far"
+                  @click=${() => append(token)}
+                  >${visible(token.piece)}</button
+                ></th
+              >
+              ${stages.map((stage) => cell(stage, stage.logprobs[index]))}
+            </tr>`,
+        )}</tbody
+      >
     </table>
   </div>`;
 }
@@ -110,31 +132,60 @@ function table() {
 function cell(stage, logprob) {
   const isDropped = logprob === null;
   return html`<td class=${isDropped ? 'dropped' : ''} data-stage=${stage.name} data-logprob=${logprob ?? ''}>
-    ${bar(isDropped ? 0 : Math.exp(logprob))}<span class="number">${isDropped ? '–' : percent(logprob)}</span></td>`;
+    ${bar(isDropped ? 0 : Math.exp(logprob))}<span class="number">${isDropped ? '–' : percent(logprob)}</span></td
+  >`;
 }
 
 function soFar() {
   if (!walked.length) return nothing;
-  return html`<p class="walked"><span>So far: <span dir="auto">${walked.map((one) => visible(one.piece)).join(' ')}</span></span>
-    <button type="button" @click=${back}>Back</button></p>`;
+  return html`<p class="walked"
+    ><span>So far: <span dir="auto">${walked.map((one) => visible(one.piece)).join(' ')}</span></span>
+    <button type="button" @click=${back}>Back</button></p
+  >`;
 }
 
 function sampler() {
-  return html`<section class="card"><h2>Samples</h2>
-    <form class="inline" @submit=${(event) => {
-      event.preventDefault();
-      sample();
-    }}>
-      <label>First seed <input id="seed" inputmode="numeric" pattern="[0-9]{1,20}" .value=${drawn.seed}
-        @input=${(event) => { drawn.seed = event.target.value; }}></label>
-      <label>Samples <input id="count" type="number" min="1" max="8" .value=${String(drawn.count)}
-        @input=${(event) => { drawn.count = Math.min(8, Math.max(1, Number(event.target.value) || 1)); }}></label>
+  return html`<section class="card"
+    ><h2>Samples</h2>
+    <form
+      class="inline"
+      @submit=${(event) => {
+        event.preventDefault();
+        sample();
+      }}
+    >
+      <label
+        >First seed
+        <input
+          id="seed"
+          inputmode="numeric"
+          pattern="[0-9]{1,20}"
+          .value=${drawn.seed}
+          @input=${(event) => {
+            drawn.seed = event.target.value;
+          }}
+      /></label>
+      <label
+        >Samples
+        <input
+          id="count"
+          type="number"
+          min="1"
+          max="8"
+          .value=${String(drawn.count)}
+          @input=${(event) => {
+            drawn.count = Math.min(8, Math.max(1, Number(event.target.value) || 1));
+          }}
+      /></label>
       <button type="submit">Sample</button>
     </form>
     ${face(drawing, 'Each sample has a seed. The same seed gives the same text.')}
-    <ol class="samples">${samples.map(
-      (one) => html`<li><p class="number">seed ${one.seed}</p><p dir="auto" data-seed=${one.seed}>${one.text}</p></li>`,
-    )}</ol>
+    <ol class="samples"
+      >${samples.map(
+        (one) =>
+          html`<li><p class="number">seed ${one.seed}</p><p dir="auto" data-seed=${one.seed}>${one.text}</p></li>`,
+      )}</ol
+    >
   </section>`;
 }
 

@@ -14,6 +14,8 @@ const CONTROLS = [
   { key: 'length_penalty', label: 'Length penalty', min: -1, max: 3, step: 0.1, off: 1 },
 ];
 
+const CURSOR = html`<span class="cursor" aria-hidden="true"></span>`;
+
 const work = new Work();
 const asking = new Work(); // for alternatives
 const values = { beam_width: 1, num_return_sequences: 1, length_penalty: 1 };
@@ -85,22 +87,34 @@ function select(index) {
 }
 
 function askAlternatives(token) {
-  const ids = firstTokens().slice(0, selected).map((one) => one.id);
+  const ids = firstTokens()
+    .slice(0, selected)
+    .map((one) => one.id);
   const body = asked({ options: { prefix_ids: ids }, num_tokens: NUM_ALTERNATIVES });
   asking.run(async (signal) => {
     const { tokens: likely, stages } = await post('/api/next-token', body, signal);
-    token.alternatives = likely.slice(0, NUM_ALTERNATIVES).map((one, index) => ({ ...one, logprob: stages[0].logprobs[index] }));
+    token.alternatives = likely
+      .slice(0, NUM_ALTERNATIVES)
+      .map((one, index) => ({ ...one, logprob: stages[0].logprobs[index] }));
   });
 }
 
 function tokenButton(token, index) {
   const doubt = token.logprob === null ? 0 : 1 - Math.exp(token.logprob);
   const isOpen = index === selected;
-  return html`<button type="button" class="token ${index < kept.length ? 'kept' : ''} ${token.isChosen ? 'chosen' : ''}"
-    .style=${`--doubt: ${doubt.toFixed(4)}`} aria-expanded=${isOpen} aria-controls="alternatives" dir="auto"
-    data-logprob=${token.logprob ?? nothing} data-id=${token.id}
+  return html`<button
+    type="button"
+    class="token ${index < kept.length ? 'kept' : ''} ${token.isChosen ? 'chosen' : ''}"
+    .style=${`--doubt: ${doubt.toFixed(4)}`}
+    aria-expanded=${isOpen}
+    aria-controls="alternatives"
+    dir="auto"
+    data-logprob=${token.logprob ?? nothing}
+    data-id=${token.id}
     aria-label="${visible(token.piece)}, probability ${percent(token.logprob)}"
-    @click=${() => select(index)}>${shownPiece(token.piece, index)}</button>`;
+    @click=${() => select(index)}
+    >${shownPiece(token.piece, index)}</button
+  >`;
 }
 
 // Pieces as they stand in the text; the first one without the space that begins it.
@@ -112,7 +126,7 @@ function tokens() {
   const shown = firstTokens();
   if (!shown.length) return nothing;
   return html`<p class="tokens" dir="auto" @keydown=${moveFocus}>
-    ${shown.map(tokenButton)}${work.status === 'running' ? html`<span class="cursor" aria-hidden="true"></span>` : nothing}
+    ${shown.map(tokenButton)}${work.status === 'running' ? CURSOR : nothing}
   </p>`;
 }
 
@@ -134,9 +148,13 @@ function alternatives() {
     ${face(asking, nothing)}
     <ul class="bars">
       ${token.alternatives.map(
-        (one) => html`<li><button type="button" data-id=${one.id} ?disabled=${one.id === token.id} @click=${() => choose(one)}>
-          <span class="piece" dir="auto">${visible(one.piece)}</span>${bar(Math.exp(one.logprob))}
-          <span class="number">${percent(one.logprob)}</span></button></li>`,
+        (one) =>
+          html`<li
+            ><button type="button" data-id=${one.id} ?disabled=${one.id === token.id} @click=${() => choose(one)}>
+              <span class="piece" dir="auto">${visible(one.piece)}</span>${bar(Math.exp(one.logprob))}
+              <span class="number">${percent(one.logprob)}</span></button
+            ></li
+          >`,
       )}
     </ul>
   </section>`;
@@ -144,10 +162,15 @@ function alternatives() {
 
 function others() {
   if (outputs.length < 2) return nothing;
-  return html`<section class="card"><h2>All outputs, best first</h2>
-    <ol class="outputs">${outputs.map(
-      (one) => html`<li><span dir="auto">${one.text}</span> <span class="number">${one.score?.toFixed(3)}</span></li>`,
-    )}</ol></section>`;
+  return html`<section class="card"
+    ><h2>All outputs, best first</h2>
+    <ol class="outputs"
+      >${outputs.map(
+        (one) =>
+          html`<li><span dir="auto">${one.text}</span> <span class="number">${one.score?.toFixed(3)}</span></li>`,
+      )}</ol
+    ></section
+  >`;
 }
 
 function cost() {
@@ -166,8 +189,11 @@ function cost() {
 
 function buttons() {
   const again = kept.length
-    ? html`<button type="button" @click=${startAgain}>Without the chosen beginning</button>` : nothing;
-  const stop = html`<button type="button" ?disabled=${work.status !== 'running'} @click=${() => work.cancel()}>Stop</button>`;
+    ? html`<button type="button" @click=${startAgain}>Without the chosen beginning</button>`
+    : nothing;
+  const stop = html`<button type="button" ?disabled=${work.status !== 'running'} @click=${() => work.cancel()}
+    >Stop</button
+  >`;
   return html`<div class="buttons">${stop}${again}</div>`;
 }
 
@@ -199,7 +225,9 @@ export const translate = {
           <p class="hidden" role="status">${work.status === 'done' ? outputs[0]?.text : ''}</p>
         </section>
         ${alternatives()}${others()}${cost()}
-        <p class="hint">A darker token was less certain. Click one to see what else was likely there, and to go on with it.</p>
+        <p class="hint"
+          >A darker token was less certain. Click one to see what else was likely there, and to go on with it.</p
+        >
       </div>
     </div>`;
   },
