@@ -7,6 +7,8 @@ Serves the shipped model and two small ones, as the tests do, and opens the page
 
 from __future__ import annotations
 
+import contextlib
+import re
 import statistics
 import sys
 import tempfile
@@ -15,8 +17,10 @@ from pathlib import Path
 
 from playwright.sync_api import Browser, Page, expect
 
+from antiphon.client import Client, Options
 from tests.integration.process import ServerProcess
 from tests.play.browser import ROOT, open_browser
+from tests.play.busy import repeated
 from tests.play.models import served_bundles
 from tests.play.play_process import PlayProcess
 
@@ -56,6 +60,7 @@ def _memory(page: Page) -> None:
     page.get_by_role("button", name="Measure").click()
     expect(page.locator("tr[data-tokens]").nth(4)).to_be_visible(timeout=60_000)
     expect(page.get_by_role("button", name="Measure lengths")).to_be_enabled(timeout=60_000)
+    expect(page.locator(".spark polyline").first).to_have_attribute("points", re.compile(r"(\S+ ){9}"), timeout=60_000)
 
 
 def _read(page: Page) -> None:
@@ -74,9 +79,16 @@ VIEWS: dict[str, Callable[[Page], None]] = {
 }
 
 
-def take_pictures(browser: Browser, url: str, folder: Path) -> list[Path]:
-    """Write a picture of each view to a folder: light, and of the first view dark on a phone too."""
-    paths = [_picture(browser, url, folder, view, scheme="light", size=DESKTOP) for view in VIEWS]
+def take_pictures(browser: Browser, url: str, client: Client, folder: Path) -> list[Path]:
+    """Write a picture of each view to a folder: light, and of the first view dark on a phone too.
+
+    client: of the server behind the page, to keep it busy while its memory is shown.
+    """
+    paths = []
+    for view in VIEWS:
+        busy = repeated(lambda: client.generate_text(TEXT, Options(ignore_eos=True)), num_threads=12)
+        with busy if view == "memory" else contextlib.nullcontext():
+            paths.append(_picture(browser, url, folder, view, scheme="light", size=DESKTOP))
     return [*paths, _picture(browser, url, folder, "translate", scheme="dark", size=PHONE)]
 
 
@@ -114,9 +126,10 @@ def main() -> int:
         with (
             ServerProcess(None, [*names, "--admin-port", "0"]) as server,
             PlayProcess(server) as play,
+            Client(server.target) as client,
             open_browser() as browser,
         ):
-            for path in take_pictures(browser, play.url, FOLDER):
+            for path in take_pictures(browser, play.url, client, FOLDER):
                 print(path.relative_to(ROOT))
             times = _first_paints(browser, play.url)
     print(f"first paint: median {statistics.median(times):.0f} ms, {min(times):.0f} to {max(times):.0f} ms")

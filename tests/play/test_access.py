@@ -88,8 +88,8 @@ def test_first_stop_of_the_keyboard_skips_to_the_view(play: PlayProcess, open_pa
     assert page.evaluate("() => document.activeElement.id") == "main"
 
 
-def test_every_view_has_a_picture(play: PlayProcess, browser: Browser, tmp_path: Path) -> None:
-    pictures = take_pictures(browser, play.url, tmp_path)
+def test_every_view_has_a_picture(play: PlayProcess, client: Client, browser: Browser, tmp_path: Path) -> None:
+    pictures = take_pictures(browser, play.url, client, tmp_path)
     documented = (Path(__file__).parents[2] / "docs" / "PLAY.md").read_text(encoding="utf-8")
     assert [path.name for path in pictures if f"play/{path.name}" not in documented] == []
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in pictures)

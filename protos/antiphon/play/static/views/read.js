@@ -73,20 +73,19 @@ function labels() {
 // Offsets count code points, so the text is cut into code points.
 function spans() {
   const points = Array.from(result.text);
+  const plain = (start, end) => html`<span class="plain">${points.slice(start, end).join('')}</span>`;
   const parts = [];
   let place = 0;
   for (const span of result.spans) {
-    parts.push(points.slice(place, span.start).join(''));
     parts.push(
+      plain(place, span.start),
       html`<mark dir="auto" data-label=${span.label}
-        >${points.slice(span.start, span.end).join('')}<small>
-          ${span.label} ${percent(Math.log(span.score))}</small
-        ></mark
+        >${plain(span.start, span.end)}<small>${span.label} ${percent(Math.log(span.score))}</small></mark
       >`,
     );
     place = span.end;
   }
-  parts.push(points.slice(place).join(''));
+  parts.push(plain(place));
   return html`<p class="marked" dir="auto">${parts}</p>
     ${result.spans.length ? nothing : html`<p class="hint">No span was found.</p>`}`;
 }
