@@ -21,6 +21,7 @@ from antiphon.controls.table import CONTROLS
 from antiphon.service.domain.limits import EngineLimits
 from antiphon.v1 import inference_pb2 as pb
 from tests.fakes import EOS_ID
+from tests.refusing import recording
 from tests.serving import Gate, fake_scorer, serving
 
 SOURCES = [(3 + i % 20, 40 + i) for i in range(20)]
@@ -303,6 +304,21 @@ async def test_client_reports_unavailable_when_no_server_listens() -> None:
         with pytest.raises(ServerError) as caught:
             await client.get_model()
     assert caught.value.code is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_client_with_another_model_asks_for_it_over_the_same_connection() -> None:
+    async with recording() as (target, recorded), AsyncClient(target, model="one") as client:
+        await client.with_model("other").generate_text("a")
+        await client.generate_text("a")
+        assert [request.model for request in recorded.requests] == ["other", "one"]
+        await asyncio.to_thread(_ask_other_model, target)
+        assert [request.model for request in recorded.requests[2:]] == ["other", "one"]
+
+
+def _ask_other_model(target: str) -> None:
+    with Client(target, model="one") as client:
+        client.with_model("other").generate_text("a")
+        client.generate_text("a")
 
 
 async def test_get_model_reports_the_limits() -> None:

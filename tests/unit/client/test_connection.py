@@ -305,6 +305,7 @@ async def test_refusal_reports_the_retry_delay_and_the_request_id() -> None:
         (lambda: Connection(token="a", token_file="b"), "token and token_file are both given"),
         (lambda: Connection(load_balancing="random"), "load_balancing is 'random'; it must be one of"),  # type: ignore[arg-type]
         (lambda: Connection(keepalive_s=9), "keepalive_s is 9; it must be 10"),
+        (lambda: Connection(max_reconnect_s=0), "max_reconnect_s is 0; it must be 0.1"),
         (lambda: Client(priority="urgent"), "priority is 'urgent'; it must be one of interactive, batch"),  # type: ignore[arg-type]
         (lambda: Client(timeout_s=0), "timeout_s is 0; it must be above 0"),
         (lambda: Client(connection=Connection(token_file="/nowhere/t")), "token_file is /nowhere/t, which cannot be"),
