@@ -147,7 +147,13 @@ async def serving(
         max_text_bytes=config.max_text_bytes,
     )
     long_texts = LongTexts(2 * max(config.max_message_bytes, config.max_text_bytes))
-    description = pb.Model(name=MODEL_NAME, limits=described, default_options=default_options())
+    description = pb.Model(
+        name=MODEL_NAME,
+        limits=described,
+        default_options=default_options(),
+        architecture=pb.ARCHITECTURE_ENCODER if heads else pb.ARCHITECTURE_ENCODER_DECODER,
+        languages=sorted((text or own_text).languages),
+    )
     model = ServedModel(
         description=description,
         tokenizer=tokenizer,

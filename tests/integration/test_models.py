@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from antiphon.client import AsyncClient, Client, Options, ServerError
 from antiphon.client.admin_client import AdminClient, Limits
 from antiphon.service.server.settings import SHIPPED_BUNDLE
 from antiphon.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
+from tests.busy import repeated
 from tests.integration.conftest import SENTENCES
 from tests.integration.process import PATIENCE_S, ServerProcess, antiphon
 from tests.serving import details_of
@@ -234,6 +236,29 @@ def test_models_command_lists_loads_unloads_and_shows_memory(both: ServerProcess
     again = antiphon("models", "unload", "again", *admin)
     assert (again.returncode, again.stdout) == (2, b"")
     assert again.stderr == b"antiphon models: model 'again' is not served here; 'tiny', 'de' are\n"
+
+
+def test_models_command_shows_the_blocks_of_every_running_request(both: ServerProcess) -> None:
+    with Client(both.target, model="tiny") as client:
+        num_blocks = {model.name: model.cache.num_blocks for model in client.list_models()}
+        with repeated(lambda: client.generate_text("How are you?", Options(ignore_eos=True))):
+            end_s = time.monotonic() + PATIENCE_S
+            rows = cache_rows(both)
+            while not any("request" in row for row in rows) and time.monotonic() < end_s:
+                rows = cache_rows(both)
+    assert rows[0] == ["name", "process", "holder", "source", "target", "blocks"]
+    holders = [row for row in rows if "request" in row]
+    assert {row[0] for row in holders} == {"tiny"}
+    assert all(int(row[-1]) == int(row[-2]) + int(row[-3]) for row in holders)
+    totals = {name: sum(int(row[-1]) for row in rows if row[0] == name) for name in num_blocks}
+    assert totals == num_blocks
+
+
+def cache_rows(server: ServerProcess) -> list[list[str]]:
+    """Return the words of each line of `antiphon models cache`."""
+    done = antiphon("models", "cache", "--admin-target", server.admin_target or "")
+    assert done.returncode == 0, done.stderr
+    return [line.split() for line in done.stdout.decode().splitlines()]
 
 
 def test_models_command_explains_how_to_open_the_admin_port() -> None:

@@ -18,9 +18,9 @@ from pathlib import Path
 from playwright.sync_api import Browser, Page, expect
 
 from antiphon.client import Client, Options
+from tests.busy import repeated
 from tests.integration.process import ServerProcess
 from tests.play.browser import ROOT, open_browser
-from tests.play.busy import repeated
 from tests.play.models import served_bundles
 from tests.play.play_process import PlayProcess
 

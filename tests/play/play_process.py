@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -23,6 +24,15 @@ class Addressed(Protocol):
     target: str
     metrics_url: str
     admin_target: str | None
+
+
+@dataclass(slots=True)
+class Addresses:
+    """Address of a server without metrics and without an admin service."""
+
+    target: str
+    metrics_url: str = "http://127.0.0.1:9/metrics"  # the port of the discard protocol: nothing listens
+    admin_target: str | None = None
 
 
 class PlayProcess:

@@ -6,7 +6,6 @@ import hashlib
 import json
 import signal
 import socket
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ import pytest
 from tests.certificates import Authority
 from tests.integration.process import ServerProcess, antiphon
 from tests.play.models import SHIPPED
-from tests.play.play_process import PlayProcess
+from tests.play.play_process import Addresses, PlayProcess
 
 
 def test_play_ends_with_success_at_an_interrupt(server: ServerProcess) -> None:
@@ -51,19 +50,10 @@ def test_wrong_option_is_an_error_that_names_it(arguments: list[str], message: s
     assert message in done.stderr.decode()
 
 
-@dataclass(slots=True)
-class Away:
-    """Addresses at which nothing listens."""
-
-    target: str
-    metrics_url: str
-    admin_target: str | None = None
-
-
 def test_play_reports_a_server_that_is_away() -> None:
     with socket.create_server(("127.0.0.1", 0)) as unused:
         target = f"127.0.0.1:{unused.getsockname()[1]}"
-    with PlayProcess(Away(target, f"http://{target}/metrics")) as play:
+    with PlayProcess(Addresses(target, f"http://{target}/metrics")) as play:
         status, _, answer = play.request("GET", "/api/models")
         assert status == 503
         assert json.loads(answer)["error"]["code"] == "UNAVAILABLE"

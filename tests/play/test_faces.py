@@ -11,9 +11,9 @@ import pytest
 from playwright.sync_api import expect
 
 from antiphon.client import Client, Connection, Options, RetryPolicy, ServerError
+from tests.busy import repeated
 from tests.integration.process import ServerProcess
 from tests.play.browser import Watched
-from tests.play.busy import repeated
 from tests.play.models import LONG, write_bundle
 from tests.play.play_process import PlayProcess
 

@@ -10,10 +10,14 @@ import pytest
 from playwright.sync_api import Locator, Page, expect
 
 from antiphon.client import Client, Options
+from antiphon.model.text.format import TextFormat
+from tests.busy import repeated
+from tests.fakes import EOS_ID
 from tests.integration.process import ServerProcess, is_idle
 from tests.play.browser import Watched
-from tests.play.busy import repeated
-from tests.play.play_process import PlayProcess
+from tests.play.play_process import Addresses, PlayProcess
+from tests.reliability.background import Background
+from tests.serving import serving
 
 Open = Callable[..., Watched]
 
@@ -333,3 +337,24 @@ def test_views_of_generation_name_the_models_that_they_need(play: PlayProcess, o
     page = open_page(play.url).page
     choose_model(page, "bert")
     expect(page.get_by_role("status").filter(has_text="bert is an encoder model")).to_be_visible()
+
+
+def test_chosen_languages_reach_the_model(open_page: Open) -> None:
+    languages = {"en": 270, "de": 271, "fr": 272}
+    text = TextFormat(
+        special_ids=(0, 1, 2, 3, *languages.values()),
+        template=("$source_language", "$text", EOS_ID),
+        languages=languages,
+        default_source_language="en",
+        target_language_place="first",
+    )
+    with Background(lambda: serving(text=text)) as background:
+        served = background.served
+        with PlayProcess(Addresses(served.target)) as play:
+            page = open_page(play.url).page
+            type_text(page, "the cat")
+            expect(page.get_by_label("From").locator("option")).to_have_text(["default", "de", "en", "fr"])
+            page.get_by_label("From").select_option("de")
+            page.get_by_label("To").select_option("fr")
+            expect(page.locator(".token").first).to_have_attribute("data-id", str(languages["fr"]))
+            assert served.runner.encoded[-1][0][0] == languages["de"]

@@ -116,7 +116,8 @@ exit codes: 0 success, 1 the client could not keep up, nothing was answered, ans
   antiphon models list                      the served models, the default first
   antiphon models load fr /models/en-fr     add one from the server's disk; needs antiphon serve --admin-port 50052
   antiphon models unload fr                 remove one after its running requests have ended
-  antiphon models memory                    memory of each, of the server's --memory-limit-bytes""",
+  antiphon models memory                    memory of each, of the server's --memory-limit-bytes
+  antiphon models cache                     cache blocks of each, and the running requests that hold them""",
     ),
     "health": Subcommand(
         module="antiphon.cli.commands.health",

@@ -43,14 +43,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--grace-s", type=float, metavar="S", help="time for its running requests to end (default: server's)"
     )
     memory = actions.add_parser("memory", help="show the memory of each model, in bytes, of the memory budget")
-    for action in (loading, unloading, memory):
+    cache = actions.add_parser("cache", help="show the cache blocks of each model, and the requests that hold them")
+    for action in (loading, unloading, memory, cache):
         action.add_argument(
             "--admin-target",
             default=DEFAULT_ADMIN_TARGET,
             metavar="HOST:PORT",
             help="admin service of a server with --admin-port (default: %(default)s)",
         )
-    for action in (listing, loading, unloading, memory):
+    for action in (listing, loading, unloading, memory, cache):
         add_connection_flags(action)
 
 
@@ -109,11 +110,25 @@ def _memory(arguments: argparse.Namespace, target: str) -> None:
     print(f"budget: {response.budget_bytes}" if response.HasField("budget_bytes") else "no budget")
 
 
+def _cache(arguments: argparse.Namespace, target: str) -> None:
+    with AdminClient(target, connection=read_connection(arguments)) as client:
+        caches = client.get_cache().caches
+    rows = []
+    for cache in caches:
+        where = (cache.model, str(cache.worker))
+        held = [(len(holder.source_blocks), len(holder.target_blocks)) for holder in cache.holders]
+        for holder, counts in zip(cache.holders, held, strict=True):
+            rows.append((*where, f"request {holder.request_number}", *map(str, counts), str(sum(counts))))
+        rows.append((*where, "free", "", "", str(cache.num_blocks - sum(map(sum, held)))))
+    _print_rows(("name", "process", "holder", "source", "target", "blocks"), rows)
+
+
 _ACTIONS: dict[str, Callable[[argparse.Namespace, str], None]] = {
     "list": _list,
     "load": _load,
     "unload": _unload,
     "memory": _memory,
+    "cache": _cache,
 }
 
 

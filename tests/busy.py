@@ -1,4 +1,4 @@
-"""Work that keeps a server busy while a test looks at the page."""
+"""Work that keeps a server busy while a test looks at it."""
 
 from __future__ import annotations
 
