@@ -174,7 +174,11 @@ _ANY_TEXT = Limit(
 _SHORT = {"max_new_tokens": 2}
 _OPTIONS = Limit(taken=({}, _SHORT))  # its fields are in OPTIONS
 
-GENERATION = {**_SOURCE_FIELDS, **_LANGUAGES, "options": _OPTIONS, "priority": _PRIORITY}
+GENERATION = {
+    **_SOURCE_FIELDS, **_LANGUAGES, "options": _OPTIONS, "priority": _PRIORITY,
+    # The base of these requests has no beams.
+    "report_beam_steps": Limit(taken=(False,), refused=(True,)),
+}  # fmt: skip
 
 # Limits by request message. Those that only an encoder answers are in `ENCODER`.
 REQUESTS: dict[str, Ask] = {

@@ -10,8 +10,8 @@ from antiphon.service.tools.capacity.sizing.sizing import Sizing
 Row = tuple[str, str, str]
 
 # Number of samples and of uncompressed bytes in one scrape of a replica with one model.
-SCRAPE_SAMPLES = 1082
-SCRAPE_BYTES = 127_000
+SCRAPE_SAMPLES = 1335
+SCRAPE_BYTES = 156_000
 SCRAPE_INTERVAL_S = 15  # deploy/components/monitoring/servicemonitor.yaml
 # "An average of only 1-2 bytes per sample": https://prometheus.io/docs/prometheus/latest/storage/
 SAMPLE_BYTES = 2
