@@ -63,7 +63,7 @@ async def test_calls_beside_the_engine_run_in_one_thread_so_that_no_other_thread
     explainer, scorer = HeldExplainer(), _RecordingScorer()
     async with serving(explainer=explainer, scorer=scorer) as served:
         stub = stub_of(served)
-        calls = [*(stub.Explain(EXPLAIN) for _ in range(4)), *(stub.NextToken(NEXT_TOKEN) for _ in range(4))]
+        calls: list[Any] = [*(stub.Explain(EXPLAIN) for _ in range(4)), *(stub.NextToken(NEXT_TOKEN) for _ in range(4))]
         await asyncio.to_thread(explainer.came.wait, 60)
         await stub.Tokenize(pb.TokenizeRequest(text="a"))  # the event loop is free
         explainer.release.set()
