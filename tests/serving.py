@@ -130,7 +130,8 @@ async def serving(
 ) -> AsyncIterator[Serving]:
     """Serve a fake model on a free port. At the end, check that every block is free.
 
-    generation: the model's defaults. text: replaces the tokenizer's own format. heads: of an encoder-only model, which is then served.
+    generation: the model's defaults. text: replaces the tokenizer's own format.
+    heads: of an encoder-only model, which is then served.
     """
     config = ServerConfig(**settings)
     tokenizer = masked_tokenizer() if heads else tiny_tokenizer()
