@@ -189,7 +189,7 @@ async def test_encoder_only_model_refuses_a_target_and_a_wrong_source(encoder: I
         await check_refused(client.explain("a cat", "a dog"), "an encoder-only model has no target", "target_text")
         await check_refused(client.explain("a cat", [5]), "an encoder-only model has no target", "target_token_ids")
         await check_refused(client.explain([5, 6], pair="a dog"), "absent beside token_ids", "text_pair")
-        await check_refused(client.explain("cat " * 50), "at most 40 tokens long", "text")
+        await check_refused(client.explain("cat " * 50), "1 to 40 tokens long", "text")
         await check_refused(client.explain([19]), "19", "token_ids")
 
 
@@ -201,7 +201,7 @@ async def test_decoder_only_model_refuses_a_pair_and_more_tokens_than_it_reads(d
         longest = await client.explain([1, 5, 6], [5] * (limit - 3))
         assert len(longest.target_tokens) == limit
         await check_refused(
-            client.explain([1, 5, 6], [5] * (limit - 2)), f"at most {limit - 3} tokens long", "target_token_ids"
+            client.explain([1, 5, 6], [5] * (limit - 2)), f"0 to {limit - 3} tokens long", "target_token_ids"
         )
 
 
