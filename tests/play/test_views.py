@@ -265,8 +265,8 @@ def test_memory_shows_the_workspace_that_the_metrics_report(
     page = open_page(f"{play.url}/#/memory").page
     page.get_by_role("button", name="Measure").click()
     rows = page.locator("tr[data-tokens]")
-    expect(rows.nth(4)).to_be_visible(timeout=60_000)
-    expect(page.get_by_role("button", name="Measure lengths")).to_be_enabled(timeout=60_000)
+    expect(rows.nth(4)).to_be_visible()
+    expect(page.get_by_role("button", name="Measure lengths")).to_be_enabled()
     metrics = server.wait_for_metrics(is_idle)
     lone = {
         (kind, length): metrics[key] / metrics[f"antiphon_encoder_lone_runs_total{{source_len={length}}}"]
