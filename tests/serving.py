@@ -19,6 +19,7 @@ from grpc_health.v1 import health
 from grpc_health.v1.health_pb2 import HealthCheckResponse
 from prometheus_client import CollectorRegistry
 
+from antiphon.model.bundle.manifest import GenerationDefaults
 from antiphon.model.config import preset
 from antiphon.model.head_config import HeadConfig
 from antiphon.model.text.format import TextFormat
@@ -38,6 +39,7 @@ from antiphon.service.rpc.v1.handlers import Calls
 from antiphon.service.rpc.v1.models import Models, Served
 from antiphon.service.rpc.v1.requests.long_texts import LongTexts
 from antiphon.service.rpc.v1.requests.options import default_options
+from antiphon.service.rpc.v1.served.model_defaults import NO_DEFAULTS
 from antiphon.service.rpc.v1.served.served_model import ServedModel
 from antiphon.service.rpc.v1.servicer import InferenceServicer
 from antiphon.service.runtime.next_token import NextTokenScorer
@@ -121,13 +123,15 @@ async def serving(
     clock: Callable[[], float] = time.monotonic,
     explainer: AttentionExplainer | None = None,
     scorer: NextTokenScorer | None = None,
+    generation: GenerationDefaults = NO_DEFAULTS,
     text: TextFormat | None = None,
     heads: Sequence[HeadConfig] = (),
     **settings: Any,
 ) -> AsyncIterator[Serving]:
     """Serve a fake model on a free port. At the end, check that every block is free.
 
-    text: replaces the tokenizer's own format. heads: of an encoder-only model, which is then served.
+    generation: the model's defaults. text: replaces the tokenizer's own format.
+    heads: of an encoder-only model, which is then served.
     """
     config = ServerConfig(**settings)
     tokenizer = masked_tokenizer() if heads else tiny_tokenizer()
@@ -150,7 +154,7 @@ async def serving(
     description = pb.Model(
         name=MODEL_NAME,
         limits=described,
-        default_options=default_options(),
+        default_options=default_options(generation),
         architecture=pb.ARCHITECTURE_ENCODER if heads else pb.ARCHITECTURE_ENCODER_DECODER,
         languages=sorted((text or own_text).languages),
     )
@@ -161,6 +165,7 @@ async def serving(
         config=preset("tiny", vocab_size=tokenizer.vocab_size, **architecture),
         explainer=explainer,
         scorer=scorer,
+        generation=generation,
     )
     waits = build_waits(config, families)
     pacing = Pacing(max_messages_per_s, waits)

@@ -1,6 +1,11 @@
-"""Checks of single sampling controls, by the ranges of the table; `combinations.py` checks them together."""
+"""Checks of token ids and of single sampling controls, by the ranges of the table.
+
+`combinations.py` checks controls together.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from antiphon.controls.control import Control, Kind, Range
 from antiphon.controls.table import SAMPLING_CONTROLS, SamplingFields
@@ -63,7 +68,14 @@ def check_token_ids(params: SamplingFields, vocab_size: int) -> None:
         check_vocabulary(control.field, value, vocab_size)
 
 
-def check_vocabulary(field: str, token_ids: tuple[int, ...], vocab_size: int) -> None:
+def check_tokens(field: str, token_ids: Sequence[int], shortest: int, longest: int, vocab_size: int) -> None:
+    """Raise InvalidArgument naming the field if there are too few or too many ids, or one is not in the vocabulary."""
+    if not shortest <= len(token_ids) <= longest:
+        raise InvalidArgument(field, InWords(f"{len(token_ids)} tokens long"), f"{shortest} to {longest} tokens long")
+    check_vocabulary(field, token_ids, vocab_size)
+
+
+def check_vocabulary(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
     """Raise InvalidArgument naming the field if an id is not in the vocabulary."""
     if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):
         unknown = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)

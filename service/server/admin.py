@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -100,7 +101,9 @@ class AdminServicer:
         """Return the cache blocks of each model, or of the named one, and the running requests that hold them."""
         models = self._control.models
         chosen = [models.find(message.model)] if message.model else sorted(models, key=lambda one: one.name)
-        return pb.GetCacheResponse(caches=await asyncio.gather(*map(_cache_use, chosen)))
+        # In threads, because steps may be under way, and because the messages of large caches take time.
+        uses = [in_background(partial(_cache_use, served), "cache") for served in chosen]
+        return pb.GetCacheResponse(caches=await asyncio.gather(*uses))
 
 
 def build_admin_server(
@@ -129,14 +132,14 @@ def build_admin_server(
     return server
 
 
-async def _cache_use(served: Served) -> pb.CacheUse:
-    """Return the use of one model's cache. Its engine is asked in a thread, because a step may be under way."""
+def _cache_use(served: Served) -> pb.CacheUse:
+    """Return the use of one model's cache. Blocks while its engine changes its state: not for an event loop."""
     engine = served.engine
     holders = [
         pb.CacheHolder(
             request_number=holder.ticket, source_blocks=holder.source_blocks, target_blocks=holder.target_blocks
         )
-        for holder in await in_background(engine.block_holders, "cache")
+        for holder in engine.block_holders()
     ]
     return pb.CacheUse(model=served.name, num_blocks=engine.num_blocks, holders=holders)
 

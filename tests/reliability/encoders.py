@@ -1,4 +1,4 @@
-"""Heads of a fake encoder with every task, and the limits of the requests that only an encoder answers."""
+"""Heads of a fake encoder with every task, and the limits of requests that an encoder answers in its own way."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ MASK = "<mask>"
 HIGHEST_UINT32 = 2**32 - 1
 
 _PRIORITY = Limit(taken=(0, 1, 2), refused=(3, -1))
+_LANGUAGE = Limit(taken=("",), refused=("de",))
+_PAIR = Limit(taken=("the mat",), refused=("x y z " * 100,), blamed="text")
 
 
 def _ids(count: int, first: int) -> dict[str, list[int]]:
@@ -44,9 +46,22 @@ def encoder_requests(mask_id: int) -> dict[str, Ask]:
             fields={
                 "text": _TEXT,
                 "token_ids": _source_ids(),
-                "text_pair": Limit(taken=("the mat",), refused=("x y z " * 100,), blamed="text"),
+                "text_pair": _PAIR,
                 "task": Limit(taken=(0, 2), refused=(1, 3, 5, 6, -1)),
                 "top_k": Limit(taken=(0, 1, 3, 4, HIGHEST_UINT32)),
+                "priority": _PRIORITY,
+            },
+        ),
+        "ExplainRequest": Ask(
+            base={"text": "the cat"},
+            fields={
+                "text": _TEXT,
+                "token_ids": _source_ids(),
+                "target_text": Limit(taken=(), refused=("", "the mat")),
+                "target_token_ids": Limit(taken=(), refused=({"ids": []}, {"ids": [WORD_ID]})),
+                "text_pair": _PAIR,
+                "source_language": _LANGUAGE,
+                "target_language": _LANGUAGE,
                 "priority": _PRIORITY,
             },
         ),

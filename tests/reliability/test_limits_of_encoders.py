@@ -1,4 +1,4 @@
-"""Requests that only an encoder answers: limits and random messages, with a fake encoder that has every head."""
+"""Requests that an encoder answers in its own way: limits and random messages, with a fake encoder of every head."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 
 from antiphon.v1 import inference_pb2 as pb
+from tests.explainers import FakeExplainer
 from tests.reliability.background import Background
 from tests.reliability.encoders import HEADS, MASK, VOCABULARY, encoder_requests
 from tests.reliability.test_fuzz_messages import GIVEN, NUM_EXAMPLES, call, fuzzed
@@ -24,13 +25,16 @@ FIELDS = [(name, field) for name, ask in REQUESTS.items() for field in ask.field
 
 @pytest.fixture(scope="module")
 def channel() -> Iterator[grpc.Channel]:
-    with Background(lambda: serving(heads=HEADS)) as server, grpc.insecure_channel(server.served.target) as channel:
+    with (
+        Background(lambda: serving(heads=HEADS, explainer=FakeExplainer())) as server,
+        grpc.insecure_channel(server.served.target) as channel,
+    ):
         yield channel
 
 
 def test_tables_of_limits_match_the_model_and_are_complete() -> None:
     assert (masked_tokenizer().vocab_size, masked_tokenizer().encode(MASK)) == (VOCABULARY, [MASK_ID])
-    assert set(REQUESTS) == ENCODER
+    assert set(REQUESTS) == ENCODER | {"ExplainRequest"}
     for name, ask in REQUESTS.items():
         assert set(METHODS[name].input_type.fields_by_name) - {"model"} == set(ask.fields)
 
@@ -47,7 +51,7 @@ def test_fields_are_accepted_up_to_their_limits_and_refused_beyond(channel: grpc
         assert sent(value) in (limit.blamed or name, f"{name}.ids"), str(value)[:60]
 
 
-@pytest.mark.parametrize("kind", sorted(ENCODER | {"EmbedRequest"}))
+@pytest.mark.parametrize("kind", sorted({*REQUESTS, "EmbedRequest"}))
 def test_random_messages_get_one_answer_or_one_refusal(channel: grpc.Channel, kind: str) -> None:
     method = METHODS[kind]
 

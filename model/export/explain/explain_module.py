@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from antiphon.model.bundle.explain_session import explain_inputs
-from antiphon.model.export.graphs.native_graph import RelativeTables
+from antiphon.model.export.graphs.relative_tables import RelativeTables, relative_tables
 from antiphon.model.ops.attention import visible_keys
 from antiphon.model.ops.disentangled import position_scores
 from antiphon.model.transformer.layers import CrossAttention, EncoderLayer, SelfAttention
@@ -29,7 +29,9 @@ class ExplainModule(nn.Module):
         super().__init__()
         self.config = model.config
         self.encoder, self.decoder = model.encoder, model.decoder
-        self.relative = nn.ModuleList(_relative_tables(model))
+        self.relative = nn.ModuleList()
+        if self.encoder is not None:
+            self.relative = relative_tables(self.encoder, self.config.max_source_len)
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Return the maps in the order of their names. tensors: inputs of bundle/explain_session.py, in their order."""
@@ -97,16 +99,6 @@ class ExplainModule(nn.Module):
             residual = layer.feed_forward_residual
             hidden = residual.after(hidden, layer.feed_forward(residual.before(hidden)))
         return torch.cat(self_maps), torch.cat(cross_maps) if cross_maps else None
-
-
-def _relative_tables(model: Transformer) -> list[RelativeTables]:
-    """Return the tables of disentangled attention for each layer; empty if the model has none."""
-    encoder = model.encoder
-    if encoder is None or encoder.relative_positions is None:
-        return []
-    layers = (layer for layer in encoder.layers if isinstance(layer, EncoderLayer))
-    max_len, positions = model.config.max_source_len, encoder.relative_positions
-    return [RelativeTables(layer.self_attention, positions, max_len) for layer in layers]
 
 
 def _embedded(stack: Stack, ids: Tensor, type_ids: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:

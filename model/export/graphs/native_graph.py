@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from antiphon.model.config import ModelConfig
-from antiphon.model.ops.disentangled import RelativePositions
+from antiphon.model.export.graphs.relative_tables import RelativeTables, relative_tables
 from antiphon.model.ops.operators import add_norm as norms
 from antiphon.model.ops.operators.disentangled_attention import disentangled_attention
 from antiphon.model.ops.operators.embed import embed
@@ -152,10 +152,7 @@ class PackedStates(_PackedStack):
         assert model.encoder is not None
         super().__init__(model.config, model.encoder, model.config.max_source_len)
         self.blocks = tuple(layer for layer in model.encoder.layers if isinstance(layer, EncoderLayer))
-        relative, max_len = model.encoder.relative_positions, model.config.max_source_len
-        self.relative = nn.ModuleList(
-            RelativeTables(layer.self_attention, relative, max_len) for layer in self.blocks if relative is not None
-        )
+        self.relative = relative_tables(model.encoder, model.config.max_source_len)
 
     def forward(self, input_ids: Tensor, positions: Tensor, offsets: Tensor, type_ids: Tensor | None = None) -> Tensor:
         """Return the memory [N, M] of B packed sources.
@@ -234,26 +231,6 @@ class PackedStates(_PackedStack):
             num_heads=self.config.num_heads,
             scale=self.blocks[layer].self_attention.scale,
         )
-
-
-class RelativeTables(nn.Module):
-    """Tables that disentangled attention reads in one layer: keys and queries of positions, constant after training.
-
-    rows [2 * reach + 1] int32; keys, queries [P, H D] or None.
-    """
-
-    rows: Tensor
-    keys: Tensor | None
-    queries: Tensor | None
-
-    def __init__(self, attention: SelfAttention, positions: RelativePositions, max_len: int) -> None:
-        assert attention.relative is not None
-        super().__init__()
-        table, _ = positions(1)
-        keys, queries = attention.relative(table, attention.qkv)
-        self.register_buffer("rows", positions.by_distance(max_len), persistent=False)
-        self.register_buffer("keys", None if keys is None else keys.detach(), persistent=False)
-        self.register_buffer("queries", None if queries is None else queries.detach(), persistent=False)
 
 
 class PackedHead(nn.Module):

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaita
 from copy import copy
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from antiphon.client.async_channels import Channels
 from antiphon.client.async_many import Conversation
@@ -34,9 +34,6 @@ from antiphon.client.reading_calls import AsyncReadingCalls
 from antiphon.client.terms import DEFAULT_TARGET, SERVICE_NAME, Priority, Terms
 from antiphon.client.token_calls import AsyncTokenCalls
 from antiphon.v1 import inference_pb2
-
-if TYPE_CHECKING:
-    pass
 
 
 class AsyncClient(AsyncReadingCalls, AsyncTokenCalls):

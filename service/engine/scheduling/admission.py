@@ -6,13 +6,13 @@ or free blocks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Ids
 from dataclasses import dataclass
 
 from antiphon.model.head_config import Task as HeadTask
 from antiphon.model.ops.cache_geometry import blocks_for
 from antiphon.service.domain.errors import InvalidArgument, InWords, Unsupported
 from antiphon.service.domain.limits import EngineLimits
+from antiphon.service.domain.ranges import check_tokens
 from antiphon.service.domain.request import Pooling, Request, Task, head_of
 from antiphon.service.engine.cache.reservations import first_blocks, may_run_short
 from antiphon.service.engine.sequences.sequence import SequenceGroup
@@ -110,10 +110,10 @@ def _listed(limits: AdmissionLimits) -> str:
 
 def _check_source(request: Request, limits: AdmissionLimits) -> None:
     if limits.has_encoder:
-        _check_tokens("source", request.source_ids, 1, limits.max_source_len, limits)
+        check_tokens("source", request.source_ids, 1, limits.max_source_len, limits.source_vocab_size)
         return
-    decoder_input_ids = request.decoder_input_ids(0)
-    _check_tokens("source", decoder_input_ids[: request.num_prompt_ids], 1, limits.max_source_len, limits)
+    prompt_ids = request.decoder_input_ids(0)[: request.num_prompt_ids]
+    check_tokens("source", prompt_ids, 1, limits.max_source_len, limits.source_vocab_size)
 
 
 def _needs(request: Request, limits: AdmissionLimits) -> tuple[int, int, int]:
@@ -125,12 +125,12 @@ def _needs(request: Request, limits: AdmissionLimits) -> tuple[int, int, int]:
     if request.task is Task.SCORE:
         # The last token is scored and never fed, so a target of the maximum length has room for the begin token.
         room = limits.max_target_len - num_given
-        _check_tokens("target", request.target_ids, 1, room, limits)
+        check_tokens("target", request.target_ids, 1, room, limits.vocab_size)
         return 1, len(request.prefix_ids) + len(request.target_ids), 1
     # There must be room for at least one generated token.
     prefix_ids = request.prefix_ids[max(0, request.num_prompt_ids - 1) :]
     longest = limits.max_target_len - 1 - (num_given - len(prefix_ids))
-    _check_tokens("prefix", prefix_ids, 0, longest, limits)
+    check_tokens("prefix", prefix_ids, 0, longest, limits.vocab_size)
     room = limits.max_target_len - num_given
     max_new_tokens = min(request.params.max_new_tokens or room, room)
     num_slots = min(1 + len(request.prefix_ids) + max_new_tokens, limits.max_target_len)
@@ -144,16 +144,6 @@ def _check_rows(request: Request, limits: AdmissionLimits) -> None:
     field = "beam_width" if params.beam_width > 1 else "num_return_sequences"
     if params.num_rows > limits.engine.max_num_seqs:
         raise InvalidArgument(field, params.num_rows, f"at most {limits.engine.max_num_seqs}, the rows of a batch")
-
-
-def _check_tokens(field: str, token_ids: Ids[int], shortest: int, longest: int, limits: AdmissionLimits) -> None:
-    if not shortest <= len(token_ids) <= longest:
-        raise InvalidArgument(field, InWords(f"{len(token_ids)} tokens long"), f"{shortest} to {longest} tokens long")
-    lowest, highest = min(token_ids, default=0), max(token_ids, default=0)
-    vocab_size = limits.source_vocab_size if field == "source" else limits.vocab_size
-    if lowest < 0 or highest >= vocab_size:
-        unknown = lowest if lowest < 0 else highest
-        raise InvalidArgument(field, InWords(f"token id {unknown}"), f"of token ids from 0 to {vocab_size - 1}")
 
 
 def _too_large(group: SequenceGroup, limits: AdmissionLimits) -> InvalidArgument:

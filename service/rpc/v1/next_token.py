@@ -5,9 +5,8 @@ A request is read by the code that reads requests to generate, so texts, options
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 
@@ -15,12 +14,14 @@ from antiphon.model.ops.logits_warpers import Warp
 from antiphon.model.ops.sampling import FLOAT_PARAMS, as_float32
 from antiphon.model.ops.sampling_stages import Stage, StageDistribution, likeliest_ids, sampling_stages
 from antiphon.service.domain.errors import InvalidArgument, InWords, Unsupported
-from antiphon.service.domain.ranges import check_vocabulary
+from antiphon.service.domain.ranges import check_tokens
 from antiphon.service.domain.request import SamplingParams, Task
 from antiphon.service.domain.tasks import Generate
 from antiphon.service.engine.constraints.logits_processors import LogitsProcessors
 from antiphon.service.engine.engine import Engine
+from antiphon.service.rpc.v1.analysis_thread import AnalysisThread
 from antiphon.service.rpc.v1.requests.arrivals import Context
+from antiphon.service.rpc.v1.requests.options import prefix_field
 from antiphon.service.rpc.v1.requests.request_reader import RequestReader
 from antiphon.service.rpc.v1.served.served_model import ServedModel
 from antiphon.service.runtime.next_token import Edits, NextTokenScorer
@@ -35,42 +36,34 @@ _STAGES = {stage: pb.SamplingStage.Value(f"SAMPLING_STAGE_{stage.name}") for sta
 class NextTokens:
     """Answers the next-token requests to one model. For the event loop."""
 
-    def __init__(self, model: ServedModel, engine: Engine, requests: RequestReader) -> None:
+    def __init__(self, model: ServedModel, engine: Engine, requests: RequestReader, thread: AnalysisThread) -> None:
         self._model = model
         self._engine = engine
         self._requests = requests
-        # One thread: calls take one core from the engine, and the memory of a pass stays with each thread that ran one.
-        self._thread = ThreadPoolExecutor(1, "next-token")
+        self._thread = thread
 
     async def next_token(self, message: pb.NextTokenRequest, context: Context) -> pb.NextTokenResponse:
         """Return the distribution of the next token after every stage. Raises AntiphonError."""
         self._engine.check_ability(Task.GENERATE)
         if self._model.scorer is None:
             raise Unsupported("this model runs on a GPU; a server on the processor gives next-token distributions")
-        self._engine.check_accepting()
         if message.num_tokens > MAX_NUM_TOKENS:
             raise InvalidArgument("num_tokens", message.num_tokens, f"0 to {MAX_NUM_TOKENS}")
         request, _ = await self._requests.generate(message, context, is_streamed=False)
         generated_ids = self._checked_ids(message, request)
         num_tokens = message.num_tokens or DEFAULT_NUM_TOKENS
-        return await asyncio.get_running_loop().run_in_executor(
-            self._thread, self._response, self._model.scorer, request, generated_ids, num_tokens
-        )
+        return await self._thread.run(partial(self._response, self._model.scorer, request, generated_ids, num_tokens))
 
     def _checked_ids(self, message: pb.NextTokenRequest, request: Generate) -> tuple[int, ...]:
         """Return the generated tokens. Raises InvalidArgument for a source or target that Generate could not reach."""
         limits, config = self._model.description.limits, self._model.config
         source_ids, prefix_ids = self._source_and_prefix(request)
-        source_field = message.WhichOneof("source") or "source"
-        _check_len(source_field, len(source_ids), 1, limits.max_source_len)
-        check_vocabulary(source_field, source_ids, config.resolved_source_vocab_size)
+        source_field, source_vocab_size = message.WhichOneof("source") or "source", config.resolved_source_vocab_size
+        check_tokens(source_field, source_ids, 1, limits.max_source_len, source_vocab_size)
         room = limits.max_target_len - 1 - request.num_prompt_ids  # the target also holds the next token
-        prefix_field = "options.prefix_text" if message.options.HasField("prefix_text") else "options.prefix_ids"
-        _check_len(prefix_field, len(prefix_ids), 0, room)
-        check_vocabulary(prefix_field, prefix_ids, config.vocab_size)
-        _check_len("generated_ids", len(message.generated_ids.ids), 0, room - len(prefix_ids))
+        check_tokens(prefix_field(message.options), prefix_ids, 0, room, config.vocab_size)
         generated_ids = tuple(message.generated_ids.ids)
-        check_vocabulary("generated_ids", generated_ids, config.vocab_size)
+        check_tokens("generated_ids", generated_ids, 0, room - len(prefix_ids), config.vocab_size)
         if config.eos_id in generated_ids:
             raise InvalidArgument("generated_ids", InWords(f"holding the end token {config.eos_id}"), "without it")
         return generated_ids
@@ -128,8 +121,3 @@ def _stage_message(stage: StageDistribution, token_ids: Sequence[int]) -> pb.Sta
         num_kept=stage.num_kept,
         entropy=stage.entropy,
     )
-
-
-def _check_len(field: str, length: int, shortest: int, longest: int) -> None:
-    if not shortest <= length <= longest:
-        raise InvalidArgument(field, InWords(f"{length} tokens long"), f"{shortest} to {longest} tokens long")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-from concurrent.futures import Executor
+from functools import partial
 
 from antiphon.model.config import Part
 from antiphon.service.domain.errors import InvalidArgument
+from antiphon.service.rpc.v1.analysis_thread import AnalysisThread
 from antiphon.service.rpc.v1.served.served_model import ServedModel
 from antiphon.service.runtime.positions import (
     PositionEncoding,
@@ -37,8 +37,7 @@ _KINDS: dict[PositionKind, pb.PositionKind.ValueType] = {
 class Positions:
     """Describes the positions of one model. For the event loop."""
 
-    def __init__(self, model: ServedModel, thread: Executor) -> None:
-        """thread: of one worker; it reads files and computes for a few milliseconds."""
+    def __init__(self, model: ServedModel, thread: AnalysisThread) -> None:
         self._model = model
         self._thread = thread
 
@@ -48,7 +47,7 @@ class Positions:
         if message.num_positions > most:
             raise InvalidArgument("num_positions", message.num_positions, f"0 to {most}")
         num_positions = message.num_positions or min(DEFAULT_POSITIONS, most)
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._response, num_positions)
+        return await self._thread.run(partial(self._response, num_positions))
 
     def _response(self, num_positions: int) -> pb.GetPositionsResponse:
         read = self._model.read_position_tables

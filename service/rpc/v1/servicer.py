@@ -6,11 +6,10 @@ Reads a message into a typed request, submits it, and writes its events as messa
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-
 from antiphon.service.domain.request import Readout, Task, TokenEvent, head_of
 from antiphon.service.domain.tasks import Embed, ReadHead
 from antiphon.service.engine.engine import Engine
+from antiphon.service.rpc.v1.analysis_thread import AnalysisThread
 from antiphon.service.rpc.v1.answers.answers import Answer, last_of, logprobs, timing, usage
 from antiphon.service.rpc.v1.answers.encoder_answers import label_scores, masked_places, tagged_spans, tagged_tokens
 from antiphon.service.rpc.v1.answers.pacing import Pacing
@@ -39,10 +38,10 @@ class InferenceServicer:
         arrivals = Arrivals(engine)
         self._requests = RequestReader(model, engine, self._inputs, arrivals)
         self._submission = Submission(engine, pacing)
-        explain_thread = ThreadPoolExecutor(1, "explain")
-        self._explanations = Explanations(model, self._inputs, arrivals, self._submission, explain_thread)
-        self._positions = Positions(model, explain_thread)
-        self._next_tokens = NextTokens(model, engine, self._requests)
+        thread = AnalysisThread(engine)
+        self._explanations = Explanations(model, self._inputs, arrivals, self._submission, thread)
+        self._positions = Positions(model, thread)
+        self._next_tokens = NextTokens(model, engine, self._requests, thread)
 
     async def generate(self, message: pb.GenerateRequest, context: Context) -> None:
         """Stream the outputs in deltas."""

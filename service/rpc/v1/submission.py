@@ -15,7 +15,7 @@ from antiphon.service.rpc.v1.answers.answers import Answer
 from antiphon.service.rpc.v1.answers.pacing import Pacing
 from antiphon.service.rpc.v1.answers.reading import reading
 from antiphon.service.rpc.v1.requests.arrivals import EngineMessage
-from antiphon.service.rpc.v1.requests.options import as_option
+from antiphon.service.rpc.v1.requests.options import as_option, prefix_field
 from antiphon.v1 import inference_pb2 as pb
 
 
@@ -82,6 +82,5 @@ def _with_field_of(message: EngineMessage, error: InvalidArgument) -> InvalidArg
     if isinstance(message, pb.GenerateRequest | pb.GenerateUnaryRequest):
         if error.field != "prefix":
             return as_option(error)
-        field = "prefix_text" if message.options.HasField("prefix_text") else "prefix_ids"
-        return InvalidArgument(f"options.{field}", error.value, error.allowed)
+        return InvalidArgument(prefix_field(message.options), error.value, error.allowed)
     return error

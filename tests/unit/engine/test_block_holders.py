@@ -30,12 +30,12 @@ def held() -> Iterator[tuple[Bench, Gate]]:
     bench.engine.stop()
 
 
-def check(holders: Sequence[BlockHolder], engine: Bench) -> None:
+def check(holders: Sequence[BlockHolder], bench: Bench) -> None:
     """Check that every block belongs to one request, or is free."""
     blocks = [block for holder in holders for block in (*holder.source_blocks, *holder.target_blocks)]
     assert len(set(blocks)) == len(blocks)
     assert set(blocks) <= set(range(NUM_BLOCKS))
-    assert len(blocks) + engine.engine.num_free_blocks == engine.engine.num_blocks == NUM_BLOCKS
+    assert len(blocks) + bench.engine.num_free_blocks == bench.engine.num_blocks == NUM_BLOCKS
     tickets = [holder.ticket for holder in holders]
     assert tickets == sorted(set(tickets))
     assert all(ticket >= 1 for ticket in tickets)
@@ -62,6 +62,9 @@ async def test_every_block_has_one_holder_or_is_free_after_every_step(held: tupl
             holders = await asyncio.to_thread(bench.engine.block_holders)
             check(holders, bench)
             seen |= {holder.ticket for holder in holders}
+            for holder in holders:  # tickets are given in the order of submission
+                source, _ = asked[holder.ticket - 1]
+                assert len(holder.source_blocks) == blocks_for(len(source), BLOCK_SIZE)
             gate.step()
         await arriving
     await reading

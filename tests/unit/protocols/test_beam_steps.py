@@ -10,6 +10,7 @@ import grpc.aio
 import pytest
 
 from antiphon.client import AsyncClient, Beam, BeamStep, Client, Delta, Generation, Options, ServerError
+from antiphon.model.bundle.manifest import GenerationDefaults
 from antiphon.v1 import inference_pb2 as pb
 from tests.fakes import FakeRunner
 from tests.serving import Serving, asking, asking_whole, details_of, refusal, serving, stub_of
@@ -81,6 +82,22 @@ async def test_steps_of_a_request_without_beams_are_refused(options: dict[str, A
             assert "beam_width" in (error.details() or "")
         (answer,) = await many(served, pb.ManyRequest(id=1, request=streamed))
     assert answer.failure.field == "report_beam_steps"
+
+
+async def test_steps_of_a_search_by_the_models_default_are_reported() -> None:
+    request = asking_whole()
+    request.report_beam_steps = True
+    explicit = asking_whole(beam_width=3)
+    explicit.report_beam_steps = True
+    async with serving(prepare=reads_history, generation=GenerationDefaults(beam_width=3)) as served:
+        stub = stub_of(served)
+        answer, expected = await stub.GenerateUnary(request), await stub.GenerateUnary(explicit)
+        for options in ({"beam_width": 1}, {"temperature": 1.0}):  # which replace the default
+            request.options.CopyFrom(pb.GenerateOptions(**options))
+            error = await refusal(stub.GenerateUnary(request))
+            assert details_of(error).field == "report_beam_steps"
+    assert len(answer.beam_steps[0].live) == 3
+    assert answer.beam_steps == expected.beam_steps
 
 
 def as_steps(steps: Any) -> tuple[BeamStep, ...]:

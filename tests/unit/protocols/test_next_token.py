@@ -12,8 +12,6 @@ import grpc
 import pytest
 
 from antiphon.model.head_config import HeadConfig
-from antiphon.service.domain.errors import Unavailable
-from antiphon.service.engine.engine import Engine
 from antiphon.service.runtime.next_token import NextScores, NextTokenScorer
 from antiphon.v1 import inference_pb2 as pb
 from tests.fakes import EOS_ID, FakeRunner
@@ -190,28 +188,6 @@ async def test_next_token_is_unimplemented_on_a_gpu_and_for_encoders() -> None:
     assert "runs on a GPU" in (error.details() or "")
     assert (encoder_error.code(), details_of(encoder_error).reason) == (grpc.StatusCode.UNIMPLEMENTED, "UNSUPPORTED")
     assert "an encoder-only model" in (encoder_error.details() or "")
-
-
-async def test_next_token_is_unavailable_while_draining() -> None:
-    async with serving(scorer=fake_scorer()) as served:
-        gate = Gate(served.runner)
-        running = asyncio.ensure_future(stub_of(served).GenerateUnary(asking_whole()))
-        await asyncio.to_thread(gate.reached.wait, 60)
-        draining = asyncio.ensure_future(asyncio.to_thread(served.engine.drain, 60))
-        await asyncio.to_thread(_until_draining, served.engine)
-        error = await refusal(stub_of(served).NextToken(asking_next()))
-        gate.open()
-        assert (await running).outputs
-        assert await draining
-    assert (error.code(), details_of(error).reason) == (grpc.StatusCode.UNAVAILABLE, "UNAVAILABLE")
-
-
-def _until_draining(engine: Engine) -> None:
-    while True:
-        try:
-            engine.check_accepting()
-        except Unavailable:
-            return
 
 
 async def test_next_token_takes_no_blocks_and_no_step_of_the_engine() -> None:

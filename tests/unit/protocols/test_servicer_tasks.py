@@ -2,58 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
-from collections.abc import Sequence
 from typing import Any
 
 import grpc
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from antiphon.model.head_config import HeadConfig
 from antiphon.service.domain.request import Pooling
 from antiphon.v1 import inference_pb2 as pb
+from tests.explainers import NUM_HEADS, NUM_LAYERS, FakeExplainer
 from tests.fakes import BOS_ID, EOS_ID, FakeRunner
 from tests.serving import SOURCE, asking_whole, details_of, refusal, serving, stub_of
 
 SOURCE_IDS = pb.TokenIds(ids=SOURCE)
-NUM_LAYERS, NUM_HEADS = 2, 3
-Weights = NDArray[np.float32]
-
-
-class FakeExplainer:
-    """Explainer with weights that depend on both texts. Records its calls."""
-
-    def __init__(self, longest_target: int = 1000) -> None:
-        self.asked: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
-        self.types: list[tuple[int, ...]] = []
-        self._longest_target = longest_target
-
-    def explain(
-        self, source_ids: Sequence[int] = (), target_ids: Sequence[int] = (), type_ids: Sequence[int] = ()
-    ) -> dict[str, Weights]:
-        self.asked.append((tuple(source_ids), tuple(target_ids)))
-        self.types.append(tuple(type_ids))
-        num_source, num_target = len(source_ids), len(target_ids)
-        shapes = {
-            "encoder_self": (num_source,) * 2,
-            "decoder_self": (num_target,) * 2,
-            "cross": (num_target, num_source),
-        }
-        return {name: _weights(*shape) for name, shape in shapes.items() if min(shape) > 0}
-
-    def longest_target(self, source_len: int) -> int:
-        return self._longest_target
-
-
-def _weights(rows: int, columns: int) -> Weights:
-    """Return weights in which layer 0 attends to one token and layer 1 equally to all."""
-    weights = np.zeros((NUM_LAYERS, NUM_HEADS, rows, columns), np.float32)
-    weights[0, :, :, 0] = 1
-    weights[1] = 1 / columns
-    return weights
 
 
 def reads_history(runner: FakeRunner) -> None:
@@ -171,37 +133,6 @@ async def test_get_positions_answers_as_many_positions_as_the_model_has_by_defau
         assert first.values == whole.values[: 3 * 32]
 
 
-class HeldExplainer(FakeExplainer):
-    """Explainer that blocks every call until released, and records the calling threads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.came = threading.Event()
-        self.release = threading.Event()
-        self.threads: set[int] = set()
-
-    def explain(
-        self, source_ids: Sequence[int] = (), target_ids: Sequence[int] = (), type_ids: Sequence[int] = ()
-    ) -> dict[str, Weights]:
-        self.threads.add(threading.get_ident())
-        self.came.set()
-        if not self.release.wait(timeout=60):
-            raise AssertionError("the test did not release the explainer")
-        return super().explain(source_ids, target_ids, type_ids)
-
-
-async def test_explain_runs_in_one_thread_so_that_no_other_thread_retains_memory() -> None:
-    explainer = HeldExplainer()
-    async with serving(explainer=explainer) as served:
-        stub = stub_of(served)
-        calls = [stub.Explain(pb.ExplainRequest(text="the cat", target_text="the mat")) for _ in range(4)]
-        await asyncio.to_thread(explainer.came.wait, 60)
-        await stub.Tokenize(pb.TokenizeRequest(text="a"))  # the earlier calls have begun too
-        explainer.release.set()
-        await asyncio.gather(*calls)
-    assert (len(explainer.asked), len(explainer.threads)) == (4, 1)
-
-
 async def test_explain_is_unimplemented_when_the_bundle_has_no_explain_graph() -> None:
     async with serving() as served:
         error = await refusal(stub_of(served).Explain(pb.ExplainRequest(text="a")))
@@ -237,8 +168,8 @@ BAD_REQUESTS: list[tuple[str, dict[str, Any], str, str]] = [
     ("Explain", dict(text="a", target_text="b", text_pair="c"), "text_pair", "only encoder-only models"),
     ("GetPositions", dict(num_positions=65), "num_positions", "0 to 64"),
     ("Explain", dict(text="a", target_token_ids=pb.TokenIds(ids=[280])), "target_token_ids", "280"),
-    ("Explain", dict(text="a", target_token_ids=pb.TokenIds(ids=[5] * 32)), "target_token_ids", "at most 31"),
-    ("Explain", dict(token_ids=pb.TokenIds(ids=[5] * 32), target_text="a"), "token_ids", "at most 32"),
+    ("Explain", dict(text="a", target_token_ids=pb.TokenIds(ids=[5] * 32)), "target_token_ids", "0 to 31 tokens"),
+    ("Explain", dict(token_ids=pb.TokenIds(ids=[5] * 32), target_text="a"), "token_ids", "1 to 32 tokens"),
 ]
 
 

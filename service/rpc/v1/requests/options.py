@@ -72,6 +72,11 @@ def as_option(error: InvalidArgument) -> InvalidArgument:
     return InvalidArgument(f"options.{_NAMES.get(error.field, error.field)}", error.value, error.allowed)
 
 
+def prefix_field(options: pb.GenerateOptions) -> str:
+    """Return the name of the field that gives the prefix."""
+    return "options.prefix_text" if options.HasField("prefix_text") else "options.prefix_ids"
+
+
 def default_options(generation: GenerationDefaults = NO_DEFAULTS) -> pb.GenerateOptions:
     """Return the values of absent options, except of options whose absence has a separate meaning."""
     params = SamplingParams(**own_defaults(generation))
