@@ -7,13 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser
+from playwright.sync_api import Browser, expect
 
 from antiphon.client import Client
-from tests.integration.process import ServerProcess
+from tests.integration.process import PATIENCE_S, ServerProcess
 from tests.play.browser import Watched, open_browser
 from tests.play.models import served_bundles
 from tests.play.play_process import PlayProcess
+
+# Much longer than any answer takes: turns a hang into a failure.
+expect.set_options(timeout=PATIENCE_S * 1000)
 
 
 @pytest.fixture(scope="session")

@@ -58,9 +58,9 @@ def _beams(page: Page) -> None:
 
 def _memory(page: Page) -> None:
     page.get_by_role("button", name="Measure").click()
-    expect(page.locator("tr[data-tokens]").nth(4)).to_be_visible(timeout=60_000)
-    expect(page.get_by_role("button", name="Measure lengths")).to_be_enabled(timeout=60_000)
-    expect(page.locator(".spark polyline").first).to_have_attribute("points", re.compile(r"(\S+ ){9}"), timeout=60_000)
+    expect(page.locator("tr[data-tokens]").nth(4)).to_be_visible()
+    expect(page.get_by_role("button", name="Measure lengths")).to_be_enabled()
+    expect(page.locator(".spark polyline").first).to_have_attribute("points", re.compile(r"(\S+ ){9}"))
 
 
 def _read(page: Page) -> None:

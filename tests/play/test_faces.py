@@ -72,7 +72,7 @@ def test_refusal_shows_when_the_page_tries_again_and_then_the_answer(
             alert = page.get_by_role("alert")
             expect(alert).to_contain_text("The server is full.")
             expect(alert).to_contain_text(re.compile(r"Next try in \d+ s"))
-        expect(page.locator(".token").first).to_be_visible(timeout=60_000)
+        expect(page.locator(".token").first).to_be_visible()
         expect(alert).to_have_count(0)
 
 
@@ -89,7 +89,7 @@ def test_server_that_dies_in_mid_stream_is_reported_and_found_again(long_bundle:
             expect(page.get_by_text("server gone, trying again")).to_be_visible()
             again = ["--port", str(port), "--metrics-port", str(metrics_port)]
             with ServerProcess(long_bundle, again) as replaced:
-                expect(page.get_by_role("status").filter(has_text=replaced.target)).to_be_visible(timeout=60_000)
+                expect(page.get_by_role("status").filter(has_text=replaced.target)).to_be_visible()
                 expect(page.get_by_role("alert")).to_have_count(0)
                 page.get_by_label("Text", exact=True).fill("Here again")
                 expect(page.locator(".token").first).to_be_visible()

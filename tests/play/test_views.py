@@ -92,6 +92,21 @@ def test_translate_shows_the_best_outputs_of_a_beam_search(play: PlayProcess, cl
     expect(page.locator(".outputs li span:first-child")).to_have_text([one.text for one in expected])
 
 
+def test_translate_asks_for_the_alternatives_of_a_beam_search_when_a_token_is_opened(
+    play: PlayProcess, client: Client, open_page: Open
+) -> None:
+    page = open_page(play.url).page
+    type_text(page, TEXT)
+    page.get_by_label("Beam width").fill("3")
+    best = client.generate_text(TEXT, Options(beam_width=3))
+    wait_for_text(page, best.text)
+    shown_tokens(page).nth(2).click()
+    expected = client.next_token(TEXT, Options(prefix_ids=best.token_ids[:2]), num_tokens=8)
+    rows = page.locator("#alternatives li button")
+    expect(rows).to_have_count(8)
+    assert [int(one.get_attribute("data-id") or "-1") for one in rows.all()] == list(expected.token_ids[:8])
+
+
 def test_translate_shows_the_cost_that_the_server_reports(play: PlayProcess, client: Client, open_page: Open) -> None:
     page = open_page(play.url).page
     type_text(page, TEXT)
@@ -250,8 +265,8 @@ def test_memory_shows_the_workspace_that_the_metrics_report(
     page = open_page(f"{play.url}/#/memory").page
     page.get_by_role("button", name="Measure").click()
     rows = page.locator("tr[data-tokens]")
-    expect(rows.nth(4)).to_be_visible(timeout=60_000)
-    expect(page.get_by_role("button", name="Measure lengths")).to_be_enabled(timeout=60_000)
+    expect(rows.nth(4)).to_be_visible()
+    expect(page.get_by_role("button", name="Measure lengths")).to_be_enabled()
     metrics = server.wait_for_metrics(is_idle)
     lone = {
         (kind, length): metrics[key] / metrics[f"antiphon_encoder_lone_runs_total{{source_len={length}}}"]

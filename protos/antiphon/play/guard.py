@@ -65,7 +65,8 @@ class OwnOriginOnly:
         """Return the answer to a request that is not the page's own; None if it is."""
         if headers.get("host") not in self._hosts:
             return PlainTextResponse("this page is served to this machine only: open its printed address", 421)
-        if headers.get("origin", next(iter(self._origins))) not in self._origins:
+        origin = headers.get("origin")
+        if origin is not None and origin not in self._origins:
             return PlainTextResponse("requests of other origins are refused", 403)
         # Absent where no browser sent the request. Links of other sites to the page itself are harmless.
         if path.startswith(_API) and headers.get("sec-fetch-site", "none") not in _OWN_SITES:

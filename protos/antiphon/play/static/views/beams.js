@@ -74,8 +74,8 @@ function grow(steps) {
     before = live;
   });
   shown = 0;
-  // The whole tree fits where there is room for it.
-  const room = document.getElementById('main').clientWidth - 32;
+  // The whole tree fits where there is room for it. The search can end before the page is drawn for the first time.
+  const room = (document.getElementById('main') ?? document.body).clientWidth - 32;
   column = Math.max(NARROWEST_COLUMN, Math.min(WIDEST_COLUMN, room / numSteps));
 }
 

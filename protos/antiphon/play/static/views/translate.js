@@ -3,6 +3,7 @@
 import { post, postLines } from '../api.js';
 import { bar, bytes, face, figure, percent, seconds, sharedText, slider, unfit, visible } from '../parts.js';
 import { asked, chosenModel, state, update } from '../state.js';
+import { guard } from '../vendor/directives/guard.js';
 import { html, nothing } from '../vendor/lit-html.js';
 import { Work } from '../work.js';
 
@@ -14,6 +15,7 @@ const CONTROLS = [
   { key: 'length_penalty', label: 'Length penalty', min: -1, max: 3, step: 0.1, off: 1 },
 ];
 
+const GROUP = 64;
 const CURSOR = html`<span class="cursor" aria-hidden="true"></span>`;
 
 const work = new Work();
@@ -122,12 +124,21 @@ function shownPiece(piece, index) {
   return (index ? piece : piece.trimStart()).replaceAll('\n', '⏎') || '∅';
 }
 
+// Groups of tokens: only groups that changed are drawn again, because an answer can have thousands of tokens.
 function tokens() {
   const shown = firstTokens();
   if (!shown.length) return nothing;
+  const groups = [];
+  for (let start = 0; start < shown.length; start += GROUP)
+    groups.push(group(shown.slice(start, start + GROUP), start));
   return html`<p class="tokens" dir="auto" @keydown=${moveFocus}>
-    ${shown.map(tokenButton)}${work.status === 'running' ? CURSOR : nothing}
+    ${groups}${work.status === 'running' ? CURSOR : nothing}
   </p>`;
+}
+
+function group(part, start) {
+  const open = selected !== null && selected >= start && selected < start + GROUP ? selected : null;
+  return guard([part[0], part.length, open, kept], () => part.map((token, at) => tokenButton(token, start + at)));
 }
 
 // Arrow keys move along the tokens, as in a text.
