@@ -84,7 +84,7 @@ async def test_call_without_a_token_is_refused(metadata: Any, reason: str, chall
         labels = {"model_name": "", "reason": reason}
         # Counted after the client has the status; `settled` does not wait for the gate, which counts by itself.
         async with asyncio.timeout(60):
-            while served.registry.get_sample_value("antiphon_requests_refused_total", labels) != 2:
+            while served.registry.get_sample_value("antiphon_requests_refused_total", labels) != 2:  # noqa: ASYNC110
                 await asyncio.sleep(0)
 
 
