@@ -62,8 +62,8 @@ def sampling_stages(
     logprobs [V]: log-probabilities under the model; -inf for a token that it excludes.
     scores [V]: values after the logits processors, up to a constant; -inf for a forbidden token. Where no processor
         changed a token, they are equal to logprobs.
-    warp: parameters of the other stages; temperature 0 leaves the likeliest token alone, of equal ones the lowest id.
-    forced_id: token that the processors stage leaves alone, whatever its score.
+    warp: parameters of the other stages; temperature 0 keeps only the likeliest token, of equal ones the lowest id.
+    forced_id: the only token left after the processors stage, whatever its score.
     """
     current = logprobs.astype(np.float64)
     found = [StageDistribution(Stage.MODEL, current)]

@@ -86,6 +86,7 @@ async def test_call_without_a_token_is_refused(metadata: Any, reason: str, chall
         async with asyncio.timeout(60):
             while served.registry.get_sample_value("antiphon_requests_refused_total", labels) != 2:  # noqa: ASYNC110
                 await asyncio.sleep(0)
+    assert served.registry.get_sample_value("antiphon_requests_refused_total", labels) == 2  # also after the end
 
 
 def _methods_of_every_kind(channel: grpc.aio.Channel) -> dict[str, Any]:
