@@ -40,7 +40,8 @@ def findings_of(tmp_path: Path, arguments: Sequence[str]) -> list[dict[str, Any]
     assert ended.returncode == 0, ended.stderr.decode()
     findings: list[dict[str, Any]] = json.loads(found.read_text(encoding="utf-8"))["sections"]
     assert ended.stdout.decode().count("\n") >= 2 + len(findings)
-    assert all(finding["antiphon"] >= 0 for finding in findings)
+    # Section host reports differences of two runs: where the machine is busy, these can be below 0.
+    assert all(finding["antiphon"] >= 0 for finding in findings if finding["name"] != "host")
     return findings
 
 
