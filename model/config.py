@@ -14,7 +14,7 @@ from antiphon.model.head_config import HeadConfig
 
 Architecture = Literal["encoder-decoder", "encoder", "decoder"]
 Part = Literal["encoder", "decoder"]
-Norm = Literal["layernorm", "rmsnorm"]
+Norm = Literal["layernorm", "rmsnorm", "none"]
 NormPlacement = Literal["post", "pre"]
 Activation = Literal["relu", "gelu", "gelu_tanh", "silu"]
 Positions = Literal["sinusoidal", "learned", "t5_relative", "rope", "alibi", "none"]
@@ -109,6 +109,7 @@ class ModelConfig(BaseModel):
     d_ff: int = Field(ge=1, le=131072)
     norm: Norm = "layernorm"
     norm_placement: NormPlacement = "post"
+    residual: bool = Field(default=True, description="Residual connections (section 3.1); False only for experiments.")
     norm_eps: float = Field(default=1e-5, gt=0, lt=0.1)
     activation: Activation = "relu"
     gated: bool = Field(default=False, description="Gated feed-forward: act(x W) * (x V), Shazeer 2020.")

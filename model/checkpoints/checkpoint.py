@@ -17,7 +17,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from pydantic import BaseModel, ValidationError
@@ -36,6 +36,19 @@ TEXT_NAME = "text.json"
 
 
 Described = TypeVar("Described", bound=BaseModel)
+
+
+class Shape(Protocol):
+    """Shape of a model as its checkpoint stores it: ModelConfig, or that of a model that is only trained."""
+
+    @property
+    def d_model(self) -> int:
+        """Width of the states, on which the default learning rate depends."""
+        ...
+
+    def model_dump(self) -> dict[str, Any]:
+        """Return the fields for config.json."""
+        ...
 
 
 class CheckpointError(Exception):
@@ -72,7 +85,7 @@ def weights_of(model: torch.nn.Module) -> dict[str, Tensor]:
 def save_checkpoint(
     path: Path,
     *,
-    config: ModelConfig,
+    config: Shape,
     weights: dict[str, Tensor],
     tokenizer: Tokenizer,
     text: TextFormat | None = None,

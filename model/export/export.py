@@ -127,12 +127,23 @@ def check_target(target: Path, name: str, *, overwrite: bool) -> None:
             raise ExportError(f"{target} is not a bundle ({MANIFEST_NAME} is missing) and will not be replaced")
 
 
+def _check_sublayers(config: ModelConfig, lowerings: Sequence[Lowering]) -> None:
+    """Raise ExportError if a fused operator would have to leave out norms or residual connections."""
+    fused = [name for name in lowerings if name in ("native", "cuda")]
+    if fused and (config.norm == "none" or not config.residual):
+        raise ExportError(
+            f"norm={config.norm!r}, residual={config.residual} does not fit lowering={fused[0]!r}: its operators always "
+            "add the residual and normalise; use lowering 'eager' or 'contrib'"
+        )
+
+
 def _check_lowerings(config: ModelConfig, lowerings: Sequence[Lowering], precisions: Sequence[Precision]) -> None:
     """Raise ExportError for a lowering that cannot run the architecture or a precision, LoweringError for a model.
 
     Only native and cuda graphs support encoder-only and decoder-only models, only native ones 4-bit weights, and only
     cuda ones bfloat16 and float16. Of other precisions a lowering gets those that it has.
     """
+    _check_sublayers(config, lowerings)
     baselines = [name for name in lowerings if name not in ("native", "cuda")]
     if "int4" in precisions and baselines:
         raise ExportError(f"precision='int4' does not fit lowering={baselines[0]!r}: it has native graphs only")

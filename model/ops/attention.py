@@ -50,14 +50,23 @@ def attention(
     bias:     [1 or B, 1 or H, T, S] or None, added before the softmax (T5, ALiBi)
     Returns [B, T, H, D]; the result of a query that sees no key is undefined.
     """
-    query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)  # [B, H, T or S, D]
+    weights = attention_weights(query, key, key_lens, bias, causal=causal, scale=scale)
+    value = value.transpose(1, 2)
+    return torch.matmul(weights.to(value.dtype), value).transpose(1, 2)
+
+
+def attention_weights(
+    query: Tensor, key: Tensor, key_lens: Tensor | None, bias: Tensor | None, *, causal: bool, scale: float
+) -> Tensor:
+    """Return the weights [B, H, T, S] of `attention`, softmax(scale * Q K^T + bias); arguments as there."""
+    query, key = query.transpose(1, 2), key.transpose(1, 2)  # [B, H, T or S, D]
     scores = torch.matmul(query, key.transpose(2, 3)) * scale
     if bias is not None:
         scores = scores + bias
     if causal or key_lens is not None:
         mask = visible_keys(query.shape[2], key.shape[2], key_lens, causal=causal, device=query.device)
         scores = scores.masked_fill(~mask, float("-inf"))
-    return torch.matmul(scores.softmax(dim=-1).to(value.dtype), value).transpose(1, 2)
+    return scores.softmax(dim=-1)
 
 
 def sdpa_attention(

@@ -16,9 +16,10 @@ import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +39,7 @@ from antiphon.model.checkpoints.checkpoint import (
 from antiphon.model.checkpoints.source_weights import SourceError
 from antiphon.model.ops.attention import Backend
 from antiphon.model.text.tokenizer import TokenizerError
+from antiphon.model.training.attention_entropy import recorded_entropies
 from antiphon.model.training.group import Group
 from antiphon.model.training.recipe import (
     AnyRecipe,
@@ -52,6 +54,7 @@ from antiphon.model.training.tasks.fine_tune_task import FineTuneTask
 from antiphon.model.training.tasks.pretrain_task import PretrainTask
 from antiphon.model.training.tasks.training_task import AnyBatch, RunFolders, TrainingTask
 from antiphon.model.training.tasks.translation_task import TranslationTask
+from antiphon.model.transformer.transformer import Transformer
 
 RESUMABLE_STATE = ("state.json", "optimizer.safetensors")
 
@@ -83,7 +86,7 @@ def learning_rate(step: int, config: TrainConfig, d_model: int) -> float:
     return peak * factor
 
 
-def open_task(recipe: AnyRecipe, folders: RunFolders) -> TrainingTask:
+def open_task(recipe: AnyRecipe, folders: RunFolders) -> TrainingTask[Any]:
     """Return the recipe's task after reading its data. Raises RecipeError, CheckpointError or TokenizerError."""
     if isinstance(recipe, Recipe):
         return TranslationTask(recipe, folders)
@@ -102,10 +105,15 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimiz
     return torch.optim.AdamW(groups, betas=(0.9, config.adam_beta2), eps=config.adam_epsilon, fused=True)
 
 
+class TrainingDiverged(Exception):
+    """The loss is infinite or not a number; the message names the step."""
+
+
 class Trainer:
     """Training run of one recipe in one folder.
 
     init: checkpoint to start from; keep_weights: use its weights, not only its shape and tokenizer.
+    open_task: returns the recipe's task; a model that is only trained has a task of its own.
     Raises RecipeError, CheckpointError or TokenizerError.
     """
 
@@ -118,6 +126,7 @@ class Trainer:
         *,
         init: Checkpoint | None = None,
         keep_weights: bool = True,
+        open_task: Callable[[Any, RunFolders], TrainingTask[Any]] = open_task,
     ) -> None:
         # By default oneDNN caches 1,024 compiled kernels, which is too few for all shapes of batches.
         os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16384")
@@ -127,13 +136,15 @@ class Trainer:
         self.progress = Progress()
         folders = RunFolders(data=data_folder, run=run_folder, group=group, init=init, keep_weights=keep_weights)
         self.task = open_task(recipe, folders)
+        self._gradient_norms: list[Tensor] = []  # since the last checkpoint
         self.model_config = self.task.config
         self.config = self._config()
         torch.manual_seed(self.config.seed)
         # On a CPU with short sentences a step with PyTorch's fused kernel takes twice as long as with plain products.
         backend: Backend = "sdpa" if group.device.type == "cuda" else "eager"
-        self.model = self.task.make_model(backend).to(group.device)
-        self.model.checkpoint_layers(self.config.gradient_checkpointing)
+        self.model: nn.Module = self.task.make_model(backend).to(group.device)
+        if isinstance(self.model, Transformer):
+            self.model.checkpoint_layers(self.config.gradient_checkpointing)
         self.batch_loss: nn.Module = self.task.make_loss(self.model)
         if group.size > 1:
             # Buffers are constants. Synchronising them in every forward pass would be a collective operation, in which
@@ -221,7 +232,10 @@ class Trainer:
             return self.batch_loss(batch, smoothing), batch.counts
 
     def train_step(self, batch: AnyBatch) -> float:
-        """Update the model once; return the loss per label over the group, summed over the task's losses."""
+        """Update the model once; return the loss per label over the group, summed over the task's losses.
+
+        Raises TrainingDiverged if that loss is not finite.
+        """
         step = self.progress.step + 1
         # The seed of dropout depends on the step, so that a resumed run has the same dropout as an uninterrupted one.
         torch.manual_seed(hash((self.config.seed, step, self.group.rank)))
@@ -231,11 +245,14 @@ class Trainer:
         totals = self.group.sum(torch.stack([sums.detach().double(), counts]))
         # DistributedDataParallel averages over processes, but the update needs the mean over labels.
         (sums * (self.group.size / totals[1].clamp(min=1))).sum().backward()  # type: ignore[no-untyped-call]
-        nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_norm)
+        self._gradient_norms.append(nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_norm))
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.progress.step = step
-        return float((totals[0] / totals[1].clamp(min=1)).sum())
+        loss = float((totals[0] / totals[1].clamp(min=1)).sum())
+        if not math.isfinite(loss):
+            raise TrainingDiverged(f"loss is {loss} in step {step}; lower train.peak_lr or raise train.warmup_steps")
+        return loss
 
     @torch.no_grad()
     def validate(self) -> float:
@@ -293,11 +310,24 @@ class Trainer:
         if self.group.rank == 0:
             record = {"time": time.time(), "step": progress.step, "epoch": progress.epoch, "train_loss": train_loss}
             self.batch_loss.eval()
-            scores = self.task.scores(self.model, "valid")
+            scores = {**self._health(), **self.task.scores(self.model, "valid")}
             self.batch_loss.train()
             with (self.folder / "metrics.jsonl").open("a") as stream:
                 stream.write(json.dumps({**record, "valid_loss": valid_loss, **scores}) + "\n")
             plot_losses(self.folder / "metrics.jsonl", self.folder / "loss.png")
+
+    @torch.no_grad()
+    def _health(self) -> dict[str, float]:
+        """Return norms of the gradient before clipping since the last checkpoint, and entropies of attention."""
+        norms = torch.stack(self._gradient_norms)
+        self._gradient_norms = []
+        found = {"gradient_norm": float(norms.mean()), "max_gradient_norm": float(norms.max())}
+        batches = self.task.batches("valid", 0)
+        if len(batches):
+            with recorded_entropies(self.model) as entropies:
+                self.loss(batches[0].to(self.group.device))
+            found.update({f"entropy_{kind}": value for kind, value in entropies.mean().items()})
+        return found
 
     def _average(self) -> Path:
         target = self.folder / "averaged"
@@ -348,7 +378,7 @@ def run(args: argparse.Namespace) -> int:
     """Train; return 0 at the end, 2 after an error, with one line on standard error, 130 after an interrupt."""
     try:
         averaged = _trainer(args).run()
-    except (RecipeError, CheckpointError, SourceError, TokenizerError, OSError) as error:
+    except (RecipeError, TrainingDiverged, CheckpointError, SourceError, TokenizerError, OSError) as error:
         print(f"antiphon train: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

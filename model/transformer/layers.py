@@ -40,7 +40,12 @@ def _attend_cached(backend: Backend) -> Callable[..., tuple[Tensor, Tensor, Tens
 
 
 def make_norm(config: ModelConfig, width: int | None = None) -> nn.Module:
-    """Return a LayerNorm (Ba et al. 2016) or RMSNorm (Zhang and Sennrich 2019) of this width, by default M."""
+    """Return a LayerNorm (Ba et al. 2016) or RMSNorm (Zhang and Sennrich 2019) of this width, by default M.
+
+    The identity for norm="none".
+    """
+    if config.norm == "none":
+        return nn.Identity()
     kind = nn.LayerNorm if config.norm == "layernorm" else nn.RMSNorm
     return kind(width or config.d_model, eps=config.norm_eps)
 
@@ -81,7 +86,7 @@ class SelfAttention(nn.Module):
         self.qkv = nn.Linear(config.d_model, 3 * config.attention_width, bias=config.bias)
         self.out = nn.Linear(config.attention_width, config.d_model, bias=config.bias)
         self.relative = PositionProjections(config, config.disentangled) if config.disentangled is not None else None
-        self._attend = _attend(backend)
+        self.attend = _attend(backend)
         self._attend_cached = _attend_cached(backend)
 
     def _project(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -104,7 +109,7 @@ class SelfAttention(nn.Module):
             table, rows = relative
             position_keys, position_queries = self.relative(table, self.qkv)
             bias = position_scores(query, key, position_keys, position_queries, rows) * self.scale
-        attended = self._attend(query, key, value, lens, bias, causal=self.causal, scale=self.scale)
+        attended = self.attend(query, key, value, lens, bias, causal=self.causal, scale=self.scale)
         return self.out(attended.flatten(-2))  # type: ignore[no-any-return]
 
     def step(self, hidden: Tensor, past_lens: Tensor, cache: KV, bias: Tensor | None) -> tuple[Tensor, KV]:
@@ -127,7 +132,7 @@ class CrossAttention(nn.Module):
         self.query = nn.Linear(config.d_model, config.attention_width, bias=config.bias)
         self.kv = nn.Linear(config.d_model, 2 * config.attention_width, bias=config.bias)
         self.out = nn.Linear(config.attention_width, config.d_model, bias=config.bias)
-        self._attend = _attend(backend)
+        self.attend = _attend(backend)
         self._attend_cached = _attend_cached(backend)
 
     def project_memory(self, memory: Tensor) -> KV:
@@ -142,7 +147,7 @@ class CrossAttention(nn.Module):
         """
         query = self.query(hidden).unflatten(-1, self.heads)
         key, value = (part.transpose(1, 2) for part in cross_kv)
-        attended = self._attend(query, key, value, source_lens, None, causal=False, scale=self.scale)
+        attended = self.attend(query, key, value, source_lens, None, causal=False, scale=self.scale)
         return self.out(attended.flatten(-2))  # type: ignore[no-any-return]
 
     def step(self, hidden: Tensor, cross_kv: KV, source_lens: Tensor) -> Tensor:
@@ -159,13 +164,14 @@ class CrossAttention(nn.Module):
 class Residual(nn.Module):
     """Residual connection with dropout: x + f(norm(x)) (pre-norm) or norm(x + f(x)) (post-norm).
 
-    Post-norm: Vaswani et al. 2017, section 3.1.
+    Post-norm: Vaswani et al. 2017, section 3.1. With residual=False the terms x are left out.
     """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.norm = make_norm(config)
         self.pre = config.norm_placement == "pre"
+        self.adds = config.residual
         self.dropout = nn.Dropout(config.dropout)
 
     def before(self, hidden: Tensor) -> Tensor:
@@ -174,7 +180,8 @@ class Residual(nn.Module):
 
     def after(self, hidden: Tensor, update: Tensor) -> Tensor:
         """Return the sum of the residual and the sublayer's output, normalised for post-norm."""
-        added: Tensor = hidden + self.dropout(update)
+        dropped: Tensor = self.dropout(update)
+        added = hidden + dropped if self.adds else dropped
         return added if self.pre else self.norm(added)
 
 

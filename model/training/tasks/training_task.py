@@ -9,13 +9,13 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from antiphon.model.bundle.manifest import Provenance
-from antiphon.model.checkpoints.checkpoint import Checkpoint
+from antiphon.model.checkpoints.checkpoint import Checkpoint, Shape
 from antiphon.model.config import ModelConfig
 from antiphon.model.ops.attention import Backend
 from antiphon.model.text.format import TextFormat
@@ -62,24 +62,31 @@ class RunFolders:
     keep_weights: bool = True
 
 
-class TrainingTask(Protocol):
+Model = TypeVar("Model", bound=nn.Module)
+
+
+class TrainingTask(Protocol[Model]):
     """Model and data of one recipe. num_losses: number K of losses, one for each kind of label."""
 
     tokenizer: Tokenizer
     text: TextFormat
-    config: ModelConfig
     num_losses: int
+
+    @property
+    def config(self) -> Shape:
+        """Shape of the model."""
+        ...
 
     @property
     def provenance(self) -> Provenance:
         """Origin and licence of the data and of the initial weights, for the bundle."""
         ...
 
-    def make_model(self, backend: Backend) -> Transformer:
+    def make_model(self, backend: Backend) -> Model:
         """Return the model to train, with the initial weights or with random ones from torch's global generator."""
         ...
 
-    def make_loss(self, model: Transformer) -> nn.Module:
+    def make_loss(self, model: Model) -> nn.Module:
         """Return a module from (batch, smoothing) to the summed cross entropy of each loss, [K], in nats."""
         ...
 
@@ -87,7 +94,7 @@ class TrainingTask(Protocol):
         """Return the batches of one epoch; they depend only on the seed."""
         ...
 
-    def scores(self, model: Transformer, part: Part) -> dict[str, float]:
+    def scores(self, model: Model, part: Part) -> dict[str, float]:
         """Return measures on a part, by name; empty if the loss is enough. The model is in evaluation mode."""
         ...
 
