@@ -168,6 +168,18 @@ the page is for this machine only and loads nothing from elsewhere; Ctrl-C ends 
 
 after an interruption, the same command resumes from the last checkpoint; export needs the final averaged checkpoint""",
     ),
+    "lab": Subcommand(
+        module="antiphon.model.lab.command",
+        extra="train",
+        summary="run the experiments of the laboratory",
+        examples="""\
+  antiphon lab ablations --data DATA        trains small models; writes table, picture and JSON to runs/lab
+  antiphon lab all --data DATA --jobs 8     every experiment, eight runs at a time
+  antiphon lab depth --scale toy            artificial data, a few steps: shows that the experiment works
+  antiphon lab depth --data DATA --scale 4 --seeds 5
+
+after an interruption, the same command resumes; finished runs are read from their folders""",
+    ),
     "export": Subcommand(
         module="antiphon.model.export.export",
         extra="server,train",

@@ -1,0 +1,1 @@
+"""Experiments with the models of this project."""

@@ -1,0 +1,76 @@
+"""`antiphon lab`: run experiments, resume them, and write their reports."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from antiphon.model.checkpoints.checkpoint import CheckpointError
+from antiphon.model.lab.experiment import Experiment, run_trials
+from antiphon.model.lab.registry import EXPERIMENTS
+from antiphon.model.lab.report import write_report
+from antiphon.model.lab.setting import Setting, parse_scale
+from antiphon.model.training.recipe import RecipeError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument("names", nargs="+", metavar="NAME", help=f"experiments: {', '.join(EXPERIMENTS)}, or all")
+    parser.add_argument("--data", type=Path, help="folder of public data, as for `antiphon train`")
+    parser.add_argument(
+        "--output", type=Path, default=Path("runs/lab"), help="folder of runs and reports (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--scale", default="1", help="factor on training steps, or toy: seconds, artificial data (default: %(default)s)"
+    )
+    parser.add_argument("--seeds", type=int, default=3, metavar="N", help="number of seeds (default: %(default)s)")
+    parser.add_argument(
+        "--jobs", type=int, default=os.cpu_count() or 1, help="runs at a time, of one thread each (default: all cores)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run experiments; return 0, 2 after an error with one line on standard error, 130 after an interrupt."""
+    try:
+        setting = _setting(args)
+        for experiment in _chosen(args.names):
+            _run(experiment, setting, args.jobs)
+    except (RecipeError, CheckpointError, OSError) as error:
+        print(f"antiphon lab: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("antiphon lab: interrupted; the same command resumes every run", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _setting(args: argparse.Namespace) -> Setting:
+    for option in ("seeds", "jobs"):
+        if not 1 <= getattr(args, option) <= 64:
+            raise RecipeError(f"--{option} is {getattr(args, option)}; it must be from 1 to 64")
+    output = args.output.resolve()
+    output.mkdir(parents=True, exist_ok=True)
+    seeds = tuple(range(1, args.seeds + 1))
+    return Setting(data=args.data, output=output, scale=parse_scale(args.scale), seeds=seeds)
+
+
+def _chosen(names: list[str]) -> list[Experiment]:
+    if unknown := [name for name in names if name not in (*EXPERIMENTS, "all")]:
+        raise RecipeError(f"NAME is {unknown[0]!r}; experiments: {', '.join(EXPERIMENTS)}, or all")
+    return list(EXPERIMENTS.values()) if "all" in names else [EXPERIMENTS[name] for name in names]
+
+
+def _run(experiment: Experiment, setting: Setting, jobs: int) -> None:
+    results = run_trials(experiment, setting, jobs)
+    if experiment.alone is not None:
+        folders = {
+            trial.key.rpartition(".")[0]: setting.output / experiment.name / trial.key
+            for trial in experiment.trials(setting)
+        }
+        results = replace(results, alone=experiment.alone(setting, folders))
+    scale = "toy" if setting.is_toy else f"{setting.scale:g}"
+    command = f"antiphon lab {experiment.name} --data DATA --scale {scale} --seeds {len(setting.seeds)}"
+    print(write_report(experiment, results, setting, command).read_text(encoding="utf-8"))

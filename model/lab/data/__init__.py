@@ -1,0 +1,1 @@
+"""Data that experiments write themselves."""

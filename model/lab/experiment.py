@@ -1,0 +1,115 @@
+"""Experiment: question, trials, measurements, picture and claims; and the parallel run of its trials."""
+
+from __future__ import annotations
+
+import multiprocessing
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from antiphon.model.lab.setting import Setting
+from antiphon.model.lab.trial import Figures, Measure, Result, Trial, run_trial
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Claim:
+    """A claim of the literature beside the measurement.
+
+    holds: True, False (contradicted), or None if the difference is within the deviation over seeds.
+    """
+
+    source: str
+    claim: str
+    measured: str
+    holds: bool | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Results:
+    """Results of all trials by the name of their setting, one for each seed; figures measured alone, if any."""
+
+    trials: Mapping[str, Sequence[Result]]
+    alone: Figures = field(default_factory=dict)
+
+    def values(self, name: str, figure: str) -> list[float]:
+        """Return a figure of a setting for each seed that has it; diverged runs have none."""
+        return [result.figures[figure] for result in self.trials[name] if figure in result.figures]
+
+    def mean(self, name: str, figure: str) -> float:
+        """Return the mean of a figure over seeds; NaN without any."""
+        return statistics.fmean(values) if (values := self.values(name, figure)) else float("nan")
+
+    def deviation(self, name: str, figure: str) -> float:
+        """Return the standard deviation of a figure over seeds; 0 for fewer than two."""
+        return statistics.stdev(values) if len(values := self.values(name, figure)) > 1 else 0.0
+
+    def is_above(self, one: str, other: str, figure: str) -> bool | None:
+        """Return whether a figure of one setting is above that of another; None within one standard deviation."""
+        distance = self.mean(one, figure) - self.mean(other, figure)
+        noise = max(self.deviation(one, figure), self.deviation(other, figure))
+        return None if abs(distance) <= noise else distance > 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Experiment:
+    """One experiment of the laboratory.
+
+    trials: training runs of a setting. measure: figures of a trained model.
+    columns: figures of the table, with heading and number of decimals.
+    claims: claims beside their measurements. draw: writes the picture.
+    alone: figures that are measured after all trials while nothing else runs; None without any.
+    """
+
+    name: str
+    question: str
+    trials: Callable[[Setting], Sequence[Trial]]
+    measure: Measure
+    columns: Mapping[str, tuple[str, int]]
+    claims: Callable[[Results], Sequence[Claim]]
+    draw: Callable[[Results, Path], None]
+    alone: Callable[[Setting, Mapping[str, Path]], Figures] | None = None
+
+
+def run_trials(experiment: Experiment, setting: Setting, jobs: int) -> Results:
+    """Run the trials of an experiment that have no result yet, `jobs` at a time with one thread each.
+
+    The number of jobs does not change any result. All settings run with the first seed before the next seed.
+    """
+    trials = sorted(experiment.trials(setting), key=lambda trial: setting.seeds.index(trial.seed))
+    folder = setting.output / experiment.name
+    if jobs == 1:
+        torch.set_num_threads(1)
+        finished = [run_trial(t, folder / t.key, experiment.measure) for t in _shown(trials, experiment.name)]
+    else:
+        finished = _run_in_processes(experiment, trials, folder, jobs)
+    grouped: dict[str, list[Result]] = {}
+    for result in finished:
+        grouped.setdefault(result.name, []).append(result)
+    return Results(trials=grouped)
+
+
+def _run_in_processes(experiment: Experiment, trials: Sequence[Trial], folder: Path, jobs: int) -> list[Result]:
+    # Processes are spawned, because a fork of a process with threads of torch can hang.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        futures = {
+            pool.submit(run_trial, trial, folder / trial.key, experiment.measure): index
+            for index, trial in enumerate(trials)
+        }
+        results: dict[int, Result] = {}
+        try:
+            for future in tqdm(as_completed(futures), total=len(futures), desc=experiment.name, disable=None):
+                results[futures[future]] = future.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return [results[index] for index in range(len(trials))]
+
+
+def _shown(trials: Sequence[Trial], name: str) -> tqdm[Trial]:
+    return tqdm(trials, desc=name, disable=None)

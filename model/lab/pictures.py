@@ -1,0 +1,73 @@
+"""Pictures of results: bars of one figure for each setting, and curves over steps or lengths."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from antiphon.model.lab.experiment import Results
+
+Points = Mapping[float, Sequence[float]]
+"""Values of each seed at each place of the horizontal axis."""
+
+
+def bars(results: Results, figure: str, label: str, target: Path, *, marked: str) -> None:
+    """Draw a horizontal bar for each setting: mean, standard deviation, and a line at the setting `marked`."""
+    names = list(results.trials)
+    figure_, axes = _figure(height=1 + 0.3 * len(names))
+    means = [results.mean(name, figure) for name in names]
+    deviations = [results.deviation(name, figure) for name in names]
+    axes.barh(names, means, xerr=deviations, color=["C1" if name == marked else "C0" for name in names])
+    axes.axvline(results.mean(marked, figure), color="C1", linewidth=0.8)
+    axes.invert_yaxis()
+    axes.set(xlabel=label)
+    _save(figure_, axes, target)
+
+
+def curves(series: Mapping[str, Points], target: Path, **labels: Any) -> None:
+    """Draw the mean of each series over seeds, with a band of one standard deviation; labels as for Axes.set."""
+    figure, axes = _figure(height=4.5)
+    for name, points in series.items():
+        places = sorted(points)
+        means = [statistics.fmean(points[place]) for place in places]
+        spread = [statistics.stdev(points[place]) if len(points[place]) > 1 else 0.0 for place in places]
+        (line,) = axes.plot(places, means, marker="o", markersize=3, label=name)
+        axes.fill_between(
+            places,
+            [mean - one for mean, one in zip(means, spread, strict=True)],
+            [mean + one for mean, one in zip(means, spread, strict=True)],
+            color=line.get_color(),
+            alpha=0.2,
+        )
+    axes.set(**labels)
+    if series:
+        axes.legend(fontsize=8)
+    _save(figure, axes, target)
+
+
+def curve_points(results: Results, name: str, figure: str) -> Points:
+    """Return a figure of the training log of a setting by step."""
+    points: dict[float, list[float]] = {}
+    for result in results.trials[name]:
+        for record in result.curve:
+            points.setdefault(record["step"], []).append(record[figure])
+    return points
+
+
+def _figure(height: float) -> tuple[Any, Any]:
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    return pyplot.subplots(figsize=(7.5, height))
+
+
+def _save(figure: Any, axes: Any, target: Path) -> None:
+    from matplotlib import pyplot
+
+    axes.grid(alpha=0.3)
+    figure.savefig(target, dpi=110, bbox_inches="tight")
+    pyplot.close(figure)

@@ -1,0 +1,101 @@
+"""Report of an experiment: one JSON, a table in Markdown with the claims, and a picture."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from antiphon.model.lab.experiment import Claim, Experiment, Results
+from antiphon.model.lab.setting import Setting
+
+_VERDICTS = {True: "holds", False: "**contradicted**", None: "not decided: within one standard deviation"}
+
+
+def write_report(experiment: Experiment, results: Results, setting: Setting, command: str) -> Path:
+    """Write NAME.json, NAME.md and NAME.png to the output folder; return the path of the Markdown file."""
+    claims = list(experiment.claims(results))
+    path = setting.output / f"{experiment.name}.md"
+    described = {
+        "experiment": experiment.name,
+        "question": experiment.question,
+        "command": command,
+        "machine": machine(),
+        "scale": setting.scale,
+        "seeds": setting.seeds,
+        "trials": [asdict(result) for group in results.trials.values() for result in group],
+        "alone": results.alone,
+        "claims": [asdict(claim) for claim in claims],
+    }
+    path.with_suffix(".json").write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")
+    experiment.draw(results, path.with_suffix(".png"))
+    path.write_text("\n".join(_page(experiment, results, claims, command)) + "\n", encoding="utf-8")
+    return path
+
+
+def _page(experiment: Experiment, results: Results, claims: Sequence[Claim], command: str) -> list[str]:
+    first = next(iter(results.trials.values()), ())
+    return [
+        f"# {experiment.name}",
+        "",
+        experiment.question,
+        "",
+        f"![{experiment.name}]({experiment.name}.png)",
+        "",
+        *table(experiment, results),
+        "",
+        f"Mean and standard deviation over {len(first)} seeds.",
+        "",
+        *claim_table(claims),
+        "",
+        f"    {command}",
+        "",
+        f"On {machine()}.",
+    ]
+
+
+def table(experiment: Experiment, results: Results) -> list[str]:
+    """Return the lines of the table: a row for each setting, a column for each figure."""
+    headings = ["setting", *(heading for heading, _ in experiment.columns.values())]
+    lines = [_row(headings), _row(["---"] * len(headings))]
+    for name, group in results.trials.items():
+        diverged = sum(result.diverged is not None for result in group)
+        cells = [_cell(results, name, figure, decimals) for figure, (_, decimals) in experiment.columns.items()]
+        note = f" ({diverged} of {len(group)} diverged)" if diverged else ""
+        lines.append(_row([f"{name}{note}", *cells]))
+    return lines
+
+
+def _cell(results: Results, name: str, figure: str, decimals: int) -> str:
+    if not results.values(name, figure):
+        return "-"
+    return f"{results.mean(name, figure):.{decimals}f} ± {results.deviation(name, figure):.{decimals}f}"
+
+
+def claim_table(claims: Sequence[Claim]) -> list[str]:
+    """Return the lines of the table of claims; empty without claims."""
+    if not claims:
+        return []
+    rows = [[claim.source, claim.claim, claim.measured, _VERDICTS[claim.holds]] for claim in claims]
+    return [_row(cells) for cells in (["source", "claim", "measured", "verdict"], ["---"] * 4, *rows)]
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def machine() -> str:
+    """Return processor, number of threads of one run and version of torch."""
+    if torch.cuda.is_available():
+        return f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
+    names = [line.partition(":")[2].strip() for line in _processor_lines() if line.startswith("model name")]
+    return f"{names[0] if names else platform.processor()}, {len(names)} cores, torch {torch.__version__}"
+
+
+def _processor_lines() -> list[str]:
+    path = Path("/proc/cpuinfo")
+    return path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
