@@ -132,8 +132,8 @@ def _check_sublayers(config: ModelConfig, lowerings: Sequence[Lowering]) -> None
     fused = [name for name in lowerings if name in ("native", "cuda")]
     if fused and (config.norm == "none" or not config.residual):
         raise ExportError(
-            f"norm={config.norm!r}, residual={config.residual} does not fit lowering={fused[0]!r}: its operators always "
-            "add the residual and normalise; use lowering 'eager' or 'contrib'"
+            f"norm={config.norm!r}, residual={config.residual} does not fit lowering={fused[0]!r}: its operators add "
+            "the residual and normalise; use lowering 'eager' or 'contrib'"
         )
 
 

@@ -66,7 +66,7 @@ def recipe_of(
         "model": {**_MODEL, **({"d_model": 32, "d_ff": 32} if setting.is_toy else {}), **model},
         "train": {
             **_TRAIN,
-            "checkpoint_every_steps": max(6, max_steps // 12),
+            "checkpoint_every_steps": max(12, max_steps // 12),
             **train,
             "max_steps": max_steps,
             "seed": seed,

@@ -40,7 +40,7 @@ def recorded_entropies(model: nn.Module) -> Iterator[Entropies]:
     for name, module in model.named_modules():
         if isinstance(module, SelfAttention | CrossAttention):
             replaced.append((module, module.attend))
-            module.attend = partial(_recorded, module.attend, found.values.setdefault(_kind(name), []))
+            module.attend = partial(_recorded, module.attend, found, _kind(name))
     try:
         yield found
     finally:
@@ -55,7 +55,8 @@ def _kind(name: str) -> str:
 
 def _recorded(
     attend: Callable[..., Tensor],
-    values: list[float],
+    found: Entropies,
+    kind: str,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -63,6 +64,6 @@ def _recorded(
     bias: Tensor | None,
     **settings: Any,
 ) -> Tensor:
-    weights = attention_weights(query, key, key_lens, bias, **settings).float()
-    values.append(float(torch.special.entr(weights).sum(dim=-1).mean()))
+    weights = attention_weights(query, key, key_lens, bias, **settings).detach().float()
+    found.values.setdefault(kind, []).append(float(torch.special.entr(weights).sum(dim=-1).mean()))
     return attend(query, key, value, key_lens, bias, **settings)

@@ -142,7 +142,7 @@ class Trainer:
         torch.manual_seed(self.config.seed)
         # On a CPU with short sentences a step with PyTorch's fused kernel takes twice as long as with plain products.
         backend: Backend = "sdpa" if group.device.type == "cuda" else "eager"
-        self.model: nn.Module = self.task.make_model(backend).to(group.device)
+        self.model = self.task.make_model(backend).to(group.device)
         if isinstance(self.model, Transformer):
             self.model.checkpoint_layers(self.config.gradient_checkpointing)
         self.batch_loss: nn.Module = self.task.make_loss(self.model)

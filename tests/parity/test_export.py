@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -161,3 +162,15 @@ def test_export_does_not_change_the_random_state(checkpoint: Checkpoint) -> None
     before = torch.random.get_rng_state()
     trace.traceable(checkpoint.model, "contrib")
     assert torch.equal(torch.random.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("changed", [dict(norm="none"), dict(residual=False)])
+def test_fused_graphs_are_refused_without_norms_or_residual_connections(
+    checkpoint: Checkpoint, changed: dict[str, Any], tmp_path: Path
+) -> None:
+    config = small_config(**changed)
+    odd = replace(checkpoint, config=config, model=random_transformer(config))
+    field = next(iter(changed))
+    with pytest.raises(ExportError, match=rf"{field}=.* does not fit lowering='native'.*use lowering 'eager'"):
+        export_bundle(odd, tmp_path / "native")
+    export_bundle(odd, tmp_path / "eager", lowerings=("eager",), precisions=("float32",), explain=False)

@@ -23,6 +23,7 @@ from antiphon.model.transformer.positions import (
     rotate,
     sinusoidal_table,
 )
+from antiphon.model.transformer.random_model import random_transformer
 from antiphon.model.transformer.transformer import Transformer
 
 TOLERANCE = 2e-5  # float32 with about a dozen matrix products in sequence; the order of additions differs
@@ -152,6 +153,15 @@ def t5_layer_pairs(parts: Any, layer: Any) -> Iterator[tuple[Tensor, Tensor]]:
     yield dense.wi_1.weight, linear
     yield dense.wo.weight, layer.feed_forward.outer.weight
     yield parts[-1].layer_norm.weight, layer.feed_forward_residual.norm.weight
+
+
+def test_layer_without_residual_and_norm_is_its_two_sublayers_in_a_row() -> None:
+    model = random_transformer(preset("tiny", residual=False, norm="none"))
+    layer = model.get_submodule("encoder.layers.0")
+    assert isinstance(layer, EncoderLayer)
+    hidden, positions = torch.randn(2, 5, 32), torch.arange(5)[None]
+    expected = layer.feed_forward(layer.self_attention(hidden, positions, None, None))
+    torch.testing.assert_close(layer(hidden, positions, None, None), expected, atol=0, rtol=0)
 
 
 def test_t5_shape_equals_transformers() -> None:

@@ -257,7 +257,7 @@ def test_training_continues_from_a_pruned_checkpoint(tmp_path: Path) -> None:
     pruning = prune(whole, [("red house", "rot Haus"), ("old tree", "alt Baum")], num_heads=2)
     init = replace(whole, config=pruning.model.config, model=pruning.model)
     trainer = Trainer(recipe, tmp_path, tmp_path / "again", group, init=init)
-    assert trainer.model_config.num_heads == 2
+    assert trainer.model.config.num_heads == 2
     for name, tensor in pruning.model.state_dict().items():
         assert torch.equal(trainer.model.state_dict()[name], tensor), name
     before = trainer.validate()

@@ -1,0 +1,82 @@
+"""Reports: means, deviations and verdicts over seeds, and the files that are written."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+
+import pytest
+
+from antiphon.cli.main import main
+from antiphon.model.lab.experiment import Claim, Experiment, Results
+from antiphon.model.lab.report import table, write_report
+from antiphon.model.lab.trial import Result
+from tests.unit.lab.settings import toy_setting
+
+
+def result(name: str, seed: int, value: float | None) -> Result:
+    figures = {} if value is None else {"bleu": value}
+    diverged = "loss is nan in step 3" if value is None else None
+    return Result(name=name, seed=seed, figures=figures, curve=[], train_s=1.0, diverged=diverged)
+
+
+VALUES = {"good": (30.0, 31.5, 33.0), "near": (30.5, 31.0, 32.0), "bad": (10.0, 11.0, None)}
+RESULTS = Results(
+    trials={
+        name: [result(name, seed, value) for seed, value in enumerate(values, 1)] for name, values in VALUES.items()
+    }
+)
+EXPERIMENT = Experiment(
+    name="example",
+    question="Is it good?",
+    trials=lambda _: (),
+    measure=lambda *_: {},
+    columns={"bleu": ("BLEU", 2)},
+    claims=lambda found: [
+        Claim(source="nobody", claim="bad is best", measured="no", holds=found.is_above("bad", "good", "bleu")),
+        Claim(source="nobody", claim="near is best", measured="?", holds=found.is_above("near", "good", "bleu")),
+    ],
+    draw=lambda _, target: target.touch(),
+)
+
+
+def test_table_has_mean_and_deviation_over_seeds_and_counts_diverged_runs() -> None:
+    lines = table(EXPERIMENT, RESULTS)
+    good = [30.0, 31.5, 33.0]
+    assert f"| good | {statistics.mean(good):.2f} ± {statistics.stdev(good):.2f} |" in lines
+    assert any(line.startswith("| bad (1 of 3 diverged) | 10.50 ± ") for line in lines)
+
+
+def test_difference_within_a_deviation_is_not_decided() -> None:
+    assert RESULTS.is_above("good", "bad", "bleu") is True
+    assert RESULTS.is_above("bad", "good", "bleu") is False
+    assert RESULTS.is_above("near", "good", "bleu") is None
+
+
+def test_report_prints_contradictions_as_such(tmp_path: Path) -> None:
+    page = write_report(EXPERIMENT, RESULTS, toy_setting(tmp_path), "antiphon lab example").read_text()
+    assert "| nobody | bad is best | no | **contradicted** |" in page
+    assert "not decided" in page
+    found = json.loads((tmp_path / "example.json").read_text())
+    assert [trial["figures"].get("bleu") for trial in found["trials"]] == [v for vs in VALUES.values() for v in vs]
+    assert found["command"] == "antiphon lab example"
+    assert found["machine"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["nothing"], "NAME is 'nothing'; experiments: ablations,"),
+        (["ablations", "--scale", "0"], "--scale is '0'; it must be toy, or a number from 0.01 to 1000"),
+        (["ablations", "--scale", "small"], "--scale is 'small'"),
+        (["ablations", "--seeds", "0", "--scale", "toy"], "--seeds is 0; it must be from 1 to 64"),
+        (["ablations", "--jobs", "65", "--scale", "toy"], "--jobs is 65; it must be from 1 to 64"),
+        (["ablations"], "--data is missing"),
+    ],
+)
+def test_wrong_options_are_named(
+    flags: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["lab", *flags, "--output", str(tmp_path / "lab")]) == 2
+    assert message in capsys.readouterr().err

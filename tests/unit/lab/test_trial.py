@@ -1,0 +1,109 @@
+"""Trials: finished ones are read, killed ones resumed, results depend on the seed only."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from antiphon.model.lab import trial as trials
+from antiphon.model.lab.ablations import measure
+from antiphon.model.lab.experiment import Experiment, run_trials
+from antiphon.model.lab.trial import Figures, Trial, run_trial
+from tests.integration.process import environment
+from tests.unit.lab.settings import toy_setting, toy_trial
+
+torch.set_num_threads(1)
+
+
+def parameters(trial: Trial, averaged: Path) -> Figures:
+    from antiphon.model.checkpoints.checkpoint import read_tensors
+
+    weights = read_tensors(averaged / "model.safetensors")
+    return {name: weight.double().sum().item() for name, weight in weights.items()}
+
+
+def experiment(name: str, *own: Trial) -> Experiment:
+    return Experiment(
+        name=name, question="Does it run?", trials=lambda _: own, measure=parameters, columns={},
+        claims=lambda _: (), draw=lambda *_: None,
+    )  # fmt: skip
+
+
+def test_finished_trial_is_not_trained_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trial = toy_trial(tmp_path)
+    first = run_trial(trial, tmp_path / trial.key, measure)
+    monkeypatch.setattr(trials, "Trainer", None)
+    assert run_trial(trial, tmp_path / trial.key, measure) == first
+    assert first.diverged is None
+    assert [record["step"] for record in first.curve] == [6, 12]
+    assert not (tmp_path / trial.key / "checkpoints").exists(), "checkpoints of finished trials fill the disk"
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+import torch
+torch.set_num_threads(1)
+from antiphon.model.lab.trial import run_trial
+from antiphon.model.training.train import Trainer
+from tests.unit.lab.settings import toy_trial
+from tests.unit.lab.test_trial import parameters
+
+folder = Path(sys.argv[1])
+step = Trainer.train_step
+def killed(trainer, batch):
+    if trainer.progress.step == 8:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return step(trainer, batch)
+Trainer.train_step = killed
+trial = toy_trial(folder)
+run_trial(trial, folder / trial.key, parameters)
+"""
+
+
+def test_trial_that_was_killed_gives_the_result_of_an_uninterrupted_one(tmp_path: Path) -> None:
+    killed = tmp_path / "killed"
+    command = [sys.executable, "-c", KILLED, str(killed)]
+    root = str(Path(__file__).parents[3])
+    ended = subprocess.run(command, env={**environment(), "PYTHONPATH": os.pathsep.join([root])}, check=False)
+    assert ended.returncode == -signal.SIGKILL
+    trial = toy_trial(killed)
+    assert (killed / trial.key / "checkpoints").is_dir(), "it must have been killed after its first checkpoint"
+    resumed = run_trial(trial, killed / trial.key, parameters)
+    whole = toy_trial(tmp_path / "whole")
+    uninterrupted = run_trial(whole, tmp_path / "whole" / whole.key, parameters)
+    assert resumed.figures == uninterrupted.figures
+    assert resumed.curve == uninterrupted.curve
+
+
+def test_results_depend_on_the_seed_and_not_on_the_number_of_jobs(tmp_path: Path) -> None:
+    def results(folder: str, jobs: int) -> dict[int, Figures]:
+        setting = toy_setting(tmp_path / folder, seeds=(1, 2))
+        own = [toy_trial(tmp_path / folder, seed=seed) for seed in (1, 2)]
+        found = run_trials(experiment("seeds", *own), setting, jobs)
+        return {result.seed: result.figures for result in found.trials["small"]}
+
+    alone = results("alone", 1)
+    assert results("together", 2) == alone
+    assert alone[1] != alone[2]
+
+
+def test_trial_whose_loss_is_not_finite_has_a_message_and_no_figures(tmp_path: Path) -> None:
+    trial = toy_trial(tmp_path, peak_lr=1e30, warmup_steps=1)
+    result = run_trial(trial, tmp_path / trial.key, measure)
+    assert result.figures == {}
+    assert result.diverged is not None
+    assert "train.peak_lr" in result.diverged
+    assert json.loads((tmp_path / trial.key / "result.json").read_text())["diverged"] == result.diverged
+
+
+def test_trials_of_other_recipes_have_other_folders(tmp_path: Path) -> None:
+    keys = {toy_trial(tmp_path, **settings).key for settings in ({}, {"warmup_steps": 7}, {"bf16": False})}
+    assert len(keys) == 3
