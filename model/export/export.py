@@ -33,6 +33,7 @@ from antiphon.model.bundle.manifest import (
     write_manifest,
 )
 from antiphon.model.checkpoints.checkpoint import Checkpoint, CheckpointError, load_checkpoint
+from antiphon.model.checkpoints.lengths import with_lengths
 from antiphon.model.config import ModelConfig, Part
 from antiphon.model.export.explain.explain_graph import trace_explain, verify_explain
 from antiphon.model.export.explain.explain_weights import Layout, store_as
@@ -343,6 +344,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-explain", dest="explain", action="store_false", help="omit the graph that returns attention weights"
     )
+    for name in ("source", "target"):
+        parser.add_argument(
+            f"--max-{name}-len", type=int, metavar="N", help=f"{name} tokens that the bundle takes (default: as trained)"
+        )
     parser.add_argument("--name", help="the model's name for clients (default: the bundle directory's name)")
     parser.add_argument("--overwrite", action="store_true", help="replace BUNDLE if it is a bundle")
 
@@ -364,8 +369,11 @@ def chosen_precisions(given: Sequence[Precision] | None, lowerings: Sequence[Low
 def run(args: argparse.Namespace) -> int:
     """Export; return 0 when the bundle is written, or 2 after one line on standard error when it cannot be."""
     try:
+        checkpoint = with_lengths(
+            load_checkpoint(args.checkpoint), max_source_len=args.max_source_len, max_target_len=args.max_target_len
+        )
         bundle = export_bundle(
-            load_checkpoint(args.checkpoint),
+            checkpoint,
             args.bundle,
             precisions=chosen_precisions(args.precision, _lowerings(args)),
             lowerings=_lowerings(args),

@@ -1,0 +1,36 @@
+"""A server of one bundle as a child process, on loopback, for experiments that compare or measure served answers."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from antiphon.client import Client
+
+_READY = re.compile(r"antiphon: ready: .* on (?P<target>\S+), metrics on ")
+_PATIENCE_S = 60
+
+
+class ServeError(Exception):
+    """The server of an experiment did not start; the message has its exit code."""
+
+
+@contextmanager
+def served(bundle: Path) -> Iterator[Client]:
+    """Serve a bundle in float32 inside the context; yield a client. Raises ServeError if the server does not start."""
+    options = ("--port", "0", "--metrics-port", "0", "--precision", "float32", "--access-log", "errors")
+    command = [sys.executable, "-m", "antiphon.cli", "serve", str(bundle), *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            ready = _READY.match(server.stdout.readline())
+            if ready is None:
+                raise ServeError(f"antiphon serve {bundle} ended with exit code {server.wait(_PATIENCE_S)}")
+            with Client(ready["target"]) as client:
+                yield client
+        finally:
+            server.terminate()
