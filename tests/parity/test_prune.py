@@ -246,7 +246,7 @@ def test_prune_command_writes_a_checkpoint_that_exports(
     code = prune.run(parse(folder, tmp_path / "pruned", "--heads", 3, "--source", texts[0], "--reference", texts[1]))
     printed = capsys.readouterr()
     assert code == 0, printed.err
-    assert len([line for line in printed.out.splitlines() if line.count("-") == 1 and "attention" in line]) == 6
+    assert len([line for line in printed.out.splitlines() if line.count("-") == 1 and "_attention" in line]) == 6
     pruned = load_checkpoint(tmp_path / "pruned")
     with torch.no_grad():
         losses = [sentence_losses(each.model, sample_batch(checkpoint)).mean().item() for each in (checkpoint, pruned)]
