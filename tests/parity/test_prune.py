@@ -257,6 +257,24 @@ def test_prune_command_writes_a_checkpoint_that_exports(
     assert bundle.manifest.model.num_heads == 3
 
 
+def test_prune_command_removes_a_share_of_all_heads(
+    checkpoint: Checkpoint, texts: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, files = checkpoint.text_folder, ("--source", texts[0], "--reference", texts[1])
+    assert prune.run(parse(folder, tmp_path / "pruned", "--share", 0.3, *files)) == 0
+    assert "24 heads to 17 in 6 attention modules (dropped: -)" in capsys.readouterr().out
+    written = load_checkpoint(tmp_path / "pruned").config
+    assert written.module_heads is not None
+    assert written == prune.prune(checkpoint, PAIRS, Share(0.3)).model.config
+
+
+@pytest.mark.parametrize("amounts", [[], ["--heads", 2, "--share", 0.3]])
+def test_prune_command_needs_one_of_heads_and_share(amounts: list[object]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse("checkpoint", "pruned", *amounts)
+    assert caught.value.code == 2
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
