@@ -83,13 +83,24 @@ class Llama3Scaling(BaseModel):
         return self
 
 
+class ModuleHeads(BaseModel):
+    """Number of heads of each attention module, by layer, for models whose modules differ: see docs/PRUNING.md."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    encoder_self: tuple[int, ...]
+    decoder_self: tuple[int, ...]
+    decoder_cross: tuple[int, ...]
+
+
 RopeScaling = Annotated[LinearScaling | Llama3Scaling, Field(discriminator="kind")]
 
 
 class ModelConfig(BaseModel):
     """Shape and options of the network. Raises pydantic.ValidationError naming the wrong field.
 
-    Lengths are in tokens and include begin and end tokens. head_dim=None means d_model / num_heads.
+    Lengths are in tokens and include begin and end tokens. head_dim=None means d_model / num_heads. num_heads is the
+    number of heads of every attention module, with module_heads only their upper limit.
     attention_scale=None means 1 / sqrt(head_dim) (section 3.2.1 of the paper); T5 uses 1. Section numbers refer to
     Vaswani et al. 2017.
     """
@@ -105,6 +116,7 @@ class ModelConfig(BaseModel):
     encoder_layers: int = Field(ge=0, le=128)
     decoder_layers: int = Field(ge=0, le=128)
     num_heads: int = Field(ge=1, le=256)
+    module_heads: ModuleHeads | None = Field(default=None, description="Heads of each module; None: num_heads.")
     head_dim: int | None = Field(default=None, ge=1, le=1024)
     d_ff: int = Field(ge=1, le=131072)
     norm: Norm = "layernorm"
@@ -188,6 +200,26 @@ class ModelConfig(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _check_module_heads(self) -> Self:
+        if self.module_heads is None:
+            return self
+        if self.architecture != "encoder-decoder":
+            raise ValueError(f"module_heads does not fit architecture={self.architecture!r}; it needs encoder-decoder")
+        if self.positions in ("t5_relative", "alibi"):
+            raise ValueError(
+                f"module_heads does not fit positions={self.positions!r}: all layers share one bias for num_heads heads"
+            )
+        for name, heads in self.module_heads:
+            stack = f"{name.split('_')[0]}_layers"
+            layers: int = getattr(self, stack)
+            if len(heads) != layers or not all(1 <= count <= self.num_heads for count in heads):
+                raise ValueError(
+                    f"module_heads.{name}={list(heads)} must have {layers} numbers ({stack}), each from 1 to "
+                    f"num_heads={self.num_heads}"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _check_positions(self) -> Self:
         if self.positions == "rope" and self.resolved_head_dim % 2:
             raise ValueError(f"head_dim={self.resolved_head_dim} must be even for rotary positions")
@@ -211,6 +243,18 @@ class ModelConfig(BaseModel):
     def resolved_head_dim(self) -> int:
         """Width of one attention head."""
         return self.head_dim or self.d_model // self.num_heads
+
+    @property
+    def resolved_module_heads(self) -> ModuleHeads:
+        """Number of heads of each attention module, by layer; of a missing module for each layer of its stack."""
+        encoder, decoder = (self.num_heads,) * self.encoder_layers, (self.num_heads,) * self.decoder_layers
+        return self.module_heads or ModuleHeads(encoder_self=encoder, decoder_self=decoder, decoder_cross=decoder)
+
+    @property
+    def cache_heads(self) -> int:
+        """Number of heads of every layer in the pool of caches: the most that a module of the decoder has."""
+        heads = self.resolved_module_heads
+        return max((*heads.decoder_self, *heads.decoder_cross, 1))
 
     @property
     def resolved_attention_scale(self) -> float:

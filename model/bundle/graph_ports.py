@@ -27,9 +27,13 @@ class Port:
     dtype: torch.dtype
     axes: tuple[int | str, ...]
 
+    def shape(self, sizes: dict[str, int]) -> list[int]:
+        """Return the sizes of all axes; `sizes` gives those of the free axes."""
+        return [axis if isinstance(axis, int) else sizes[axis] for axis in self.axes]
+
     def example(self, sizes: dict[str, int]) -> Tensor:
         """Return a tensor of ones (a valid id, length and number); `sizes` gives the sizes of the free axes."""
-        return torch.ones([axis if isinstance(axis, int) else sizes[axis] for axis in self.axes], dtype=self.dtype)
+        return torch.ones(self.shape(sizes), dtype=self.dtype)
 
 
 def encoder_inputs(config: ModelConfig, lowering: Lowering, precision: Precision = "float32") -> list[Port]:
@@ -116,10 +120,10 @@ def decoder_outputs(config: ModelConfig, lowering: Lowering) -> list[Port]:
 
 def cache_ports(config: ModelConfig, side: str, capacity: str, prefix: str) -> list[Port]:
     """Return key and value caches of all decoder layers; side is `decoder` (self) or `encoder` (cross attention)."""
-    axes = ("batch", config.num_heads, capacity, config.resolved_head_dim)
+    by_layer = config.resolved_module_heads
     return [
-        _floats(f"{prefix}.{layer}.{side}.{name}", *axes)
-        for layer in range(config.decoder_layers)
+        _floats(f"{prefix}.{layer}.{side}.{name}", "batch", heads, capacity, config.resolved_head_dim)
+        for layer, heads in enumerate(by_layer.decoder_self if side == "decoder" else by_layer.decoder_cross)
         for name in ("key", "value")
     ]
 

@@ -73,9 +73,10 @@ class GraphSet(_Strict):
 
     Native graphs. Batches are packed, with N tokens in all. Caches are blocks of one pool; block tables [rows, X] and
     [rows, Y] hold their ids:
-        cache [num_blocks, L, 2, H, 16*Dp] of the type `cache`, Dp = D rounded up to 16; changed in place. Entry b of a
+        cache [num_blocks, L, 2, C, 16*Dp] of the type `cache`, Dp = D rounded up to 16; changed in place. Entry b of a
             table is the block of positions 16 b to 16 b + 15. For each (block, layer), index 0 holds keys [Dp][16] and
-            index 1 values [16][Dp] of each head; rows from D on are unused. Unused table entries can have any value.
+            index 1 values [16][Dp] of each head; rows from D on are unused. C = H, or with module_heads the most heads
+            of a decoder's module; others use the first ones. Unused table entries can have any value.
         encoder: input_ids [N] int64, positions [N] int32, offsets [B+1] int32 (source b is tokens offsets[b] to
             offsets[b+1]), block_tables [B,X] int32, cache -> written [1] int32, tokens written; memory [N,M] float32,
             the encoder's states.

@@ -59,8 +59,9 @@ class GraphStepper:
     def caches(self, side: str, rows: int, capacity: int) -> dict[str, Floats]:
         """Return unwritten caches [B, H, capacity, D] of large random numbers; values beyond a row must not matter."""
         random = np.random.default_rng(0)
-        shape = (rows, self._config.num_heads, capacity, self._config.resolved_head_dim)
-        return {port.name: 50 * random.standard_normal(shape, np.float32) for port in self._cache_ports(side)}
+        sizes = {"batch": rows, "source_capacity": capacity, "target_capacity": capacity}
+        ports = self._cache_ports(side)
+        return {port.name: 50 * random.standard_normal(port.shape(sizes), np.float32) for port in ports}
 
     def step(
         self, ids: Ids, past_lens: Lens, source_lens: Lens, self_kv: dict[str, Floats], cross_kv: dict[str, Floats]

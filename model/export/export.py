@@ -77,7 +77,7 @@ def export_bundle(
     """Write the bundle of a checkpoint at `target`; it is written completely and verified, or not at all.
 
     cache: element type of the keys and values of native graphs; None: float16 with integer weights, else float32
-    explain: add a graph of attention weights for each precision except int4
+    explain: add a graph of attention weights for each precision except int4; never for a model with module_heads
     name: name of the bundle; None: the directory's name
     overwrite: replace a bundle at `target`; any other target that is not empty is always refused
     Raises ExportError, BundleError, or VerificationError when a graph disagrees with the model.
@@ -190,8 +190,9 @@ def write_graphs(
         for lowering in tqdm(dict.fromkeys(map(_traced, lowerings)), desc="trace", unit="lowering", disable=None)
         for part in _graphs_of(model.config)
     }
-    # An explain graph needs weights that a CPU reads.
-    explain_graph = trace_explain(model) if explain and {*lowerings} != {"cuda"} else None
+    # An explain graph needs weights that a CPU reads, and returns one tensor for layers of equal numbers of heads.
+    is_explained = explain and {*lowerings} != {"cuda"} and model.config.module_heads is None
+    explain_graph = trace_explain(model) if is_explained else None
     positions = position_graph(model)
     sets = []
     for precision in precisions:

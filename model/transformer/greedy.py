@@ -13,9 +13,9 @@ from antiphon.model.transformer.transformer import Transformer
 
 def empty_cache(model: Transformer, rows: int, capacity: int) -> list[KV]:
     """Return zero self caches: for each decoder layer keys and values [rows, H, capacity, D] float32."""
-    config = model.config
-    shape = (rows, config.num_heads, capacity, config.resolved_head_dim)
-    return [(torch.zeros(shape), torch.zeros(shape)) for _ in range(config.decoder_layers)]
+    width = model.config.resolved_head_dim
+    shapes = [(rows, heads, capacity, width) for heads in model.config.resolved_module_heads.decoder_self]
+    return [(torch.zeros(shape), torch.zeros(shape)) for shape in shapes]
 
 
 @torch.no_grad()

@@ -76,15 +76,16 @@ class FeedForward(nn.Module):
 class SelfAttention(nn.Module):
     """Self-attention (Vaswani et al. 2017, section 3.2); one matrix of width 3 H D projects queries, keys, values."""
 
-    def __init__(self, config: ModelConfig, *, causal: bool, backend: Backend) -> None:
+    def __init__(self, config: ModelConfig, num_heads: int, *, causal: bool, backend: Backend) -> None:
         super().__init__()
-        self.heads = (config.num_heads, config.resolved_head_dim)
+        self.heads = (num_heads, config.resolved_head_dim)
+        width = num_heads * config.resolved_head_dim
         self.scale = config.resolved_attention_scale
         self.causal = causal
         self.rope_theta = config.rope_theta if config.positions == "rope" else None
         self.rope_scaling = config.rope_scaling
-        self.qkv = nn.Linear(config.d_model, 3 * config.attention_width, bias=config.bias)
-        self.out = nn.Linear(config.attention_width, config.d_model, bias=config.bias)
+        self.qkv = nn.Linear(config.d_model, 3 * width, bias=config.bias)
+        self.out = nn.Linear(width, config.d_model, bias=config.bias)
         self.relative = PositionProjections(config, config.disentangled) if config.disentangled is not None else None
         self.attend = _attend(backend)
         self._attend_cached = _attend_cached(backend)
@@ -125,13 +126,14 @@ class SelfAttention(nn.Module):
 class CrossAttention(nn.Module):
     """Cross-attention of the target to the encoded source; source keys and values are projected once."""
 
-    def __init__(self, config: ModelConfig, *, backend: Backend) -> None:
+    def __init__(self, config: ModelConfig, num_heads: int, *, backend: Backend) -> None:
         super().__init__()
-        self.heads = (config.num_heads, config.resolved_head_dim)
+        self.heads = (num_heads, config.resolved_head_dim)
+        width = num_heads * config.resolved_head_dim
         self.scale = config.resolved_attention_scale
-        self.query = nn.Linear(config.d_model, config.attention_width, bias=config.bias)
-        self.kv = nn.Linear(config.d_model, 2 * config.attention_width, bias=config.bias)
-        self.out = nn.Linear(config.attention_width, config.d_model, bias=config.bias)
+        self.query = nn.Linear(config.d_model, width, bias=config.bias)
+        self.kv = nn.Linear(config.d_model, 2 * width, bias=config.bias)
+        self.out = nn.Linear(width, config.d_model, bias=config.bias)
         self.attend = _attend(backend)
         self._attend_cached = _attend_cached(backend)
 
@@ -188,9 +190,10 @@ class Residual(nn.Module):
 class EncoderLayer(nn.Module):
     """Encoder layer: self-attention, then feed-forward; [B, S, M] -> [B, S, M]."""
 
-    def __init__(self, config: ModelConfig, backend: Backend) -> None:
+    def __init__(self, config: ModelConfig, layer: int, backend: Backend) -> None:
         super().__init__()
-        self.self_attention = SelfAttention(config, causal=False, backend=backend)
+        num_heads = config.resolved_module_heads.encoder_self[layer]
+        self.self_attention = SelfAttention(config, num_heads, causal=False, backend=backend)
         self.feed_forward = FeedForward(config)
         self.self_residual = Residual(config)
         self.feed_forward_residual = Residual(config)
@@ -208,14 +211,16 @@ class EncoderLayer(nn.Module):
 class DecoderLayer(nn.Module):
     """Decoder layer: causal self-attention, cross-attention in encoder-decoder models, feed-forward."""
 
-    def __init__(self, config: ModelConfig, backend: Backend) -> None:
+    def __init__(self, config: ModelConfig, layer: int, backend: Backend) -> None:
         super().__init__()
-        self.self_attention = SelfAttention(config, causal=True, backend=backend)
+        heads = config.resolved_module_heads
+        self.self_attention = SelfAttention(config, heads.decoder_self[layer], causal=True, backend=backend)
         self.feed_forward = FeedForward(config)
         self.self_residual = Residual(config)
         self.feed_forward_residual = Residual(config)
         has_source = config.architecture == "encoder-decoder"
-        self.cross_attention = CrossAttention(config, backend=backend) if has_source else None
+        cross_heads = heads.decoder_cross[layer]
+        self.cross_attention = CrossAttention(config, cross_heads, backend=backend) if has_source else None
         self.cross_residual = Residual(config) if has_source else None
 
     def forward(

@@ -65,7 +65,7 @@ class Encoder(Stack):
 
     def __init__(self, config: ModelConfig, embedding: nn.Embedding, backend: Backend) -> None:
         count = 1 if config.share_layers else config.encoder_layers
-        layers = [EncoderLayer(config, backend) for _ in range(count)] * (config.encoder_layers // count)
+        layers = [EncoderLayer(config, layer, backend) for layer in range(count)] * (config.encoder_layers // count)
         super().__init__(config, embedding, layers, config.max_source_len)
         self.relative_bias = RelativeBias(config, bidirectional=True)
         kind = config.disentangled
@@ -86,7 +86,7 @@ class Decoder(Stack):
     """Decoder: token ids [B, T] and the source's keys and values -> hidden states [B, T, M]."""
 
     def __init__(self, config: ModelConfig, embedding: nn.Embedding, backend: Backend) -> None:
-        layers = [DecoderLayer(config, backend) for _ in range(config.decoder_layers)]
+        layers = [DecoderLayer(config, layer, backend) for layer in range(config.decoder_layers)]
         super().__init__(config, embedding, layers, config.max_target_len)
         self.relative_bias = RelativeBias(config, bidirectional=False)
 

@@ -15,15 +15,13 @@ from numpy.typing import NDArray
 from antiphon.model.bundle.graph import Graph
 from antiphon.model.bundle.manifest import Bundle, GraphSet, Precision
 from antiphon.model.config import ModelConfig
-from antiphon.model.ops.cache_geometry import BLOCK_SIZE, blocks_of_longest
+from antiphon.model.ops.cache_geometry import BLOCK_SIZE, blocks_of_longest, pool_axes
 from antiphon.model.ops.workspace import Workspace
 from antiphon.service.runtime.model_limits import DecodingModel
 from antiphon.service.runtime.native_decoder import NativeDecoder
 from antiphon.service.runtime.native_encoder import NativeEncoder
 from antiphon.service.runtime.reserve import reserve
 from antiphon.service.runtime.runner import DecodeBatch, EncodeReport, Samples
-
-_LANES = 16  # head widths in the pool are multiples of this number
 
 
 class NativeRunner(DecodingModel):
@@ -98,7 +96,6 @@ class NativeRunner(DecodingModel):
 
 def _reserve_pool(model: ModelConfig, graphs: GraphSet, num_blocks: int) -> NDArray[Any]:
     """Return the pool's memory, as GraphSet describes it."""
-    head_width = -(-model.resolved_head_dim // _LANES) * _LANES
-    shape = (num_blocks, model.decoder_layers, 2, model.num_heads, BLOCK_SIZE * head_width)
+    shape = (num_blocks, *pool_axes(model))
     # The engine takes blocks from one end of the pool, and reuses a block that was just freed first.
     return reserve(shape, np.dtype(graphs.cache or "float32"), f"{num_blocks} cache blocks")

@@ -161,7 +161,7 @@ def _pool(rng: Rng, lens: Sequence[int], heads: int, width: int) -> Arrays:
     tables = np.full((len(lens), max(counts, default=0) + int(rng.integers(0, 2))), pick(rng, [LOWEST, -1, HIGHEST]))
     for row, count in zip(tables, counts, strict=True):
         row[:count] = [next(order) for _ in range(count)]
-    cache = floats(rng, blocks, _LAYERS, 2, heads, BLOCK_SIZE * padded_width(width))
+    cache = floats(rng, blocks, _LAYERS, 2, heads + int(rng.integers(0, 2)), BLOCK_SIZE * padded_width(width))
     return {"cache": cache.astype(pick(rng, ["float32", "float16"])), "block_tables": tables.astype(np.int32)}
 
 

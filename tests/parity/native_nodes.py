@@ -79,11 +79,13 @@ def ramp(counts: Sequence[int]) -> NDArray[np.int32]:
 class Pool:
     """Pool filled with NaN, block tables for sequences of these lengths, and the contents of their positions.
 
-    lens: number of positions by sequence. Tables have one entry more than the longest sequence needs, and unused
-    entries are out of range.
+    lens: number of positions by sequence. spare_heads: heads of the pool behind those of the layers. Tables have one
+    entry more than the longest sequence needs, and unused entries are out of range.
     """
 
-    def __init__(self, lens: Sequence[int], heads: int, width: int, dtype: str, *, layers: int = 2) -> None:
+    def __init__(
+        self, lens: Sequence[int], heads: int, width: int, dtype: str, *, layers: int = 2, spare_heads: int = 0
+    ) -> None:
         random = np.random.default_rng(len(lens))
         counts = [blocks_for(length) for length in lens]
         order = random.permutation(sum(counts) + 2).astype(np.int32)
@@ -91,7 +93,7 @@ class Pool:
         used = iter(order)
         for row, count in zip(self.tables, counts, strict=True):
             row[:count] = [next(used) for _ in range(count)]
-        shape = (len(order), layers, 2, heads, BLOCK_SIZE * padded_width(width))
+        shape = (len(order), layers, 2, heads + spare_heads, BLOCK_SIZE * padded_width(width))
         self.cache = np.full(shape, np.nan, dtype)
         self._heads, self._width = heads, width
 

@@ -29,6 +29,12 @@ ALL_VARIANTS: dict[str, dict[str, object]] = {
     "embedding_norm_pre": dict(embedding_norm=True, norm="rmsnorm", norm_placement="pre"),
     "m2m_100": dict(norm_placement="pre", sinusoids="fairseq", positions_offset=2),
     "silu_gated": dict(activation="silu", gated=True),
+    "uneven_heads": dict(
+        module_heads=dict(encoder_self=[4, 2], decoder_self=[1, 3], decoder_cross=[2, 1]), norm_placement="pre"
+    ),
+    "uneven_heads_rope": dict(
+        module_heads=dict(encoder_self=[1, 3], decoder_self=[2, 1], decoder_cross=[3, 4]), positions="rope"
+    ),
     "alibi_six_heads": dict(positions="alibi", num_heads=6, head_dim=8, bias=False, norm_placement="pre"),
 }  # fmt: skip
 SOURCE_LENS = (1, 16, 33, 7)

@@ -32,6 +32,7 @@ EXAMPLES = settings(max_examples=40)
 COUNTS = st.integers(1, 70)
 WIDTHS = st.sampled_from([8, 10, 24, 32, 64, 128])
 HEADS = st.integers(1, 4)
+SPARE_HEADS = st.integers(0, 2)  # of the pool, behind those of the layer
 NAMES = st.sampled_from([*ACTIVATIONS])
 CACHES = st.sampled_from(["float32", "float16"])
 BIASES = st.sampled_from(["none", "table", "slopes", "both"])
@@ -254,13 +255,13 @@ ROWS = st.lists(st.tuples(st.integers(0, 40) | st.integers(0, 280), st.integers(
 
 
 @EXAMPLES
-@given(ROWS, HEADS, WIDTHS, CACHES, BIASES)
+@given(ROWS, HEADS, SPARE_HEADS, WIDTHS, CACHES, BIASES)
 def test_paged_self_attention_equals_eager(
-    rows: list[tuple[int, int]], heads: int, width: int, dtype: str, kind: str
+    rows: list[tuple[int, int]], heads: int, spare: int, width: int, dtype: str, kind: str
 ) -> None:
     """Rows are (cached positions, new tokens). Unwritten slots are NaN and must be neither read nor changed."""
     held, new = [past for past, _ in rows], [count for _, count in rows]
-    pool = Pool([past + count for past, count in rows], heads, width, dtype)
+    pool = Pool([past + count for past, count in rows], heads, width, dtype, spare_heads=spare)
     pool.hold(1, held)
     added, before = biases(kind, heads), pool.cache.copy()
     qkv = normal(sum(new), 3 * heads * width)
@@ -285,14 +286,14 @@ def test_paged_self_attention_equals_eager(
 @EXAMPLES
 @given(
     st.lists(st.tuples(st.integers(1, 40) | st.integers(1, 300), st.integers(1, 4)), min_size=1, max_size=5),
-    HEADS, WIDTHS, CACHES,
+    HEADS, SPARE_HEADS, WIDTHS, CACHES,
 )  # fmt: skip
 def test_paged_write_and_cross_attention_equal_eager(
-    rows: list[tuple[int, int]], heads: int, width: int, dtype: str
+    rows: list[tuple[int, int]], heads: int, spare: int, width: int, dtype: str
 ) -> None:
     """Rows are (source length, number of tokens that attend to it)."""
     lens, tokens = [length for length, _ in rows], [count for _, count in rows]
-    pool = Pool(lens, heads, width, dtype)
+    pool = Pool(lens, heads, width, dtype, spare_heads=spare)
     kv, before = normal(sum(lens), 2 * heads * width), pool.cache.copy()
     source = {"block_tables": pool.tables, "offsets": ramp(lens), "after": np.zeros(1, np.int32)}
     (written,) = run_node("PagedWrite", {"kv": kv, "cache": pool.cache, **source}, num_heads=heads, layer=1)

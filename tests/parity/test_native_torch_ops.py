@@ -135,7 +135,7 @@ def test_pool_returns_the_written_values_and_changes_nothing_else() -> None:
     keys, values = normal(18, HEADS, WIDTH), normal(18, HEADS, WIDTH) * 2
     for position in range(18):
         write_position(cache, 1, table, position, keys[position], values[position])
-    for found, expected in zip(read_positions(cache, 1, table, 18, WIDTH), (keys, values), strict=True):
+    for found, expected in zip(read_positions(cache, 1, table, 18, (HEADS, WIDTH)), (keys, values), strict=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
     assert cache[:, 0].isnan().all()
     assert cache[[1, 2, 4]].isnan().all()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,9 @@ from antiphon.model.config import ModelConfig
 from antiphon.model.export.export import export_bundle
 from antiphon.model.training.data.translation_data import Batch, Example, collate
 from antiphon.model.training.pruning import prune
+from antiphon.model.training.pruning.head_choice import Choice, Each, PruneError, Share
 from antiphon.model.training.pruning.head_importance import attentions, head_gates, head_importance, sentence_losses
-from antiphon.model.training.pruning.prune import PruneError, heads_to_keep, without_heads
+from antiphon.model.training.pruning.prune import without_heads
 from antiphon.model.transformer.random_model import random_transformer
 from antiphon.model.transformer.transformer import Transformer
 from tests.parity.conftest import VARIANTS
@@ -24,15 +26,16 @@ from tests.parity.exports import small_config
 
 PAIRS = [("the small word", "a word here"), ("number 3 is here again", "again"), ("small", "the number is small")]
 PRUNABLE = {"paper": {}, **{name: given for name, given in VARIANTS.items() if name != "alibi"}}
+UNEVEN = {name: given for name, given in PRUNABLE.items() if name != "t5"}
 
 
-def random_kept(model: Transformer, num_heads: int, seed: int = 0) -> dict[str, list[int]]:
-    """Return random heads for each module; with T5's bias the same for the self-attention of one stack."""
+def random_kept(model: Transformer, choice: Choice, seed: int = 0) -> dict[str, list[int]]:
+    """Return the heads that remain for random importances."""
     generator = torch.Generator().manual_seed(seed)
     importance = {
         name: torch.rand(model.config.num_heads, generator=generator).to(torch.float32) for name in attentions(model)
     }
-    return heads_to_keep(model.config, importance, num_heads)
+    return choice.heads_to_keep(model.config, importance)
 
 
 def as_gates(model: Transformer, kept: dict[str, list[int]]) -> dict[str, Tensor]:
@@ -66,7 +69,7 @@ def test_pruned_model_equals_the_model_with_gates_of_removed_heads_at_zero(
     overrides: dict[str, object], num_heads: int
 ) -> None:
     model = random_transformer(small_config(**overrides))
-    kept = random_kept(model, num_heads)
+    kept = random_kept(model, Each(num_heads))
     pruned = without_heads(model, kept)
     source, target, lens = drawn(model.config)
     with torch.no_grad(), head_gates(model, as_gates(model, kept)):
@@ -80,7 +83,7 @@ def test_pruned_model_equals_the_model_with_gates_of_removed_heads_at_zero(
 def test_pruning_does_not_change_the_model_and_its_ties() -> None:
     model = random_transformer(small_config())
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    pruned = without_heads(model, random_kept(model, 2))
+    pruned = without_heads(model, random_kept(model, Each(2)))
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, before[name]), name
     assert pruned.decoder is not None
@@ -89,8 +92,8 @@ def test_pruning_does_not_change_the_model_and_its_ties() -> None:
 
 def test_heads_to_keep_are_the_most_important_ones_in_order() -> None:
     importance = {"encoder.layers.0.self_attention": torch.tensor([0.1, 0.4, 0.2, 0.4])}
-    assert heads_to_keep(small_config(), importance, 3) == {"encoder.layers.0.self_attention": [1, 2, 3]}
-    assert heads_to_keep(small_config(), importance, 1) == {"encoder.layers.0.self_attention": [1]}
+    assert Each(3).heads_to_keep(small_config(), importance) == {"encoder.layers.0.self_attention": [1, 2, 3]}
+    assert Each(1).heads_to_keep(small_config(), importance) == {"encoder.layers.0.self_attention": [1]}
 
 
 def test_heads_with_a_shared_relative_bias_are_the_same_in_every_layer() -> None:
@@ -100,12 +103,69 @@ def test_heads_with_a_shared_relative_bias_are_the_same_in_every_layer() -> None
         "decoder.layers.0.self_attention": torch.tensor([0.0, 0.0, 1.0, 2.0]),
         "decoder.layers.0.cross_attention": torch.tensor([1.0, 2.0, 0.0, 0.0]),
     }
-    assert heads_to_keep(small_config(**VARIANTS["t5"]), importance, 2) == {
+    assert Each(2).heads_to_keep(small_config(**VARIANTS["t5"]), importance) == {
         "encoder.layers.0.self_attention": [0, 2],
         "encoder.layers.1.self_attention": [0, 2],
         "decoder.layers.0.self_attention": [2, 3],
         "decoder.layers.0.cross_attention": [0, 1],
     }
+
+
+@pytest.mark.parametrize("overrides", UNEVEN.values(), ids=UNEVEN)
+def test_unevenly_pruned_model_equals_the_model_with_gates_of_removed_heads_at_zero(
+    overrides: dict[str, object],
+) -> None:
+    model = random_transformer(small_config(**overrides))
+    kept = random_kept(model, Share(0.4))
+    assert len({len(heads) for heads in kept.values()}) > 1
+    pruned = without_heads(model, kept)
+    source, target, lens = drawn(model.config)
+    with torch.no_grad(), head_gates(model, as_gates(model, kept)):
+        expected = model(source, target, lens)
+    with torch.no_grad():
+        torch.testing.assert_close(pruned(source, target, lens), expected, atol=1e-5, rtol=1e-5)
+    assert {name: attention.heads[0] for name, attention in attentions(pruned).items()} == {
+        name: len(heads) for name, heads in kept.items()
+    }
+    assert pruned.config.num_heads == max(map(len, kept.values()))
+
+
+def test_share_removes_the_least_important_heads_of_all_modules_together() -> None:
+    """The scales of the modules differ; the importance relative to the module's norm decides."""
+    importance = {
+        "encoder.layers.0.self_attention": torch.tensor([6.0, 8.0, 0.0]),  # 0.6, 0.8, 0
+        "decoder.layers.0.self_attention": torch.tensor([0.003, 0.004, 0.012]),  # 3, 4 and 12 of 13
+        "decoder.layers.0.cross_attention": torch.tensor([0.0, 0.0, 0.0]),
+    }
+    found = [Share(count / 9).heads_to_keep(small_config(), importance) for count in range(1, 7)]
+    assert [list(kept.values()) for kept in found] == [
+        [[0, 1, 2], [0, 1, 2], [0, 1]],
+        [[0, 1, 2], [0, 1, 2], [0]],
+        [[0, 1], [0, 1, 2], [0]],
+        [[0, 1], [1, 2], [0]],
+        [[0, 1], [2], [0]],
+        [[1], [2], [0]],
+    ]
+
+
+def test_removing_as_many_heads_of_each_module_needs_no_module_heads() -> None:
+    model = random_transformer(small_config())
+    kept = {name: [number % 2, 3] for number, name in enumerate(attentions(model))}
+    assert without_heads(model, kept).config == small_config(num_heads=2, head_dim=16)
+
+
+def test_a_pruned_model_can_be_pruned_again(checkpoint: Checkpoint) -> None:
+    once = prune.prune(checkpoint, PAIRS, Share(0.25))
+    twice = prune.prune(replace(checkpoint, config=once.model.config, model=once.model), PAIRS, Share(0.5))
+    evenly = prune.prune(replace(checkpoint, config=twice.model.config, model=twice.model), PAIRS, Each(1))
+    counts = [sum(map(len, pruning.kept.values())) for pruning in (once, twice, evenly)]
+    assert counts == [18, 9, 6]
+    assert (twice.loss_before, evenly.model.config.module_heads) == (once.loss_after, None)
+
+
+def test_share_refuses_a_bias_that_layers_share() -> None:
+    with pytest.raises(PruneError, match=r"cannot be pruned by --share.* give --heads"):
+        Share(0.3).check(small_config(**VARIANTS["t5"]))
 
 
 def test_importance_ranks_heads_as_by_setting_each_gate_to_zero(checkpoint: Checkpoint) -> None:
@@ -186,15 +246,33 @@ def test_prune_command_writes_a_checkpoint_that_exports(
     code = prune.run(parse(folder, tmp_path / "pruned", "--heads", 3, "--source", texts[0], "--reference", texts[1]))
     printed = capsys.readouterr()
     assert code == 0, printed.err
-    assert len([line for line in printed.out.splitlines() if line.count("-") == 1 and "attention" in line]) == 6
+    assert len([line for line in printed.out.splitlines() if line.count("-") == 1 and "_attention" in line]) == 6
     pruned = load_checkpoint(tmp_path / "pruned")
     with torch.no_grad():
         losses = [sentence_losses(each.model, sample_batch(checkpoint)).mean().item() for each in (checkpoint, pruned)]
-    assert "4 heads to 3" in printed.out
+    assert "24 heads to 18 in 6 attention modules (dropped: -)" in printed.out
     assert printed.out.endswith(f"loss {losses[0]:.3f} to {losses[1]:.3f} nats a token\n")
     assert json.loads((tmp_path / "pruned" / "config.json").read_text())["model"]["head_dim"] == 16
     bundle = export_bundle(pruned, tmp_path / "bundle", precisions=("int8",))
     assert bundle.manifest.model.num_heads == 3
+
+
+def test_prune_command_removes_a_share_of_all_heads(
+    checkpoint: Checkpoint, texts: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, files = checkpoint.text_folder, ("--source", texts[0], "--reference", texts[1])
+    assert prune.run(parse(folder, tmp_path / "pruned", "--share", 0.3, *files)) == 0
+    assert "24 heads to 17 in 6 attention modules (dropped: -)" in capsys.readouterr().out
+    written = load_checkpoint(tmp_path / "pruned").config
+    assert written.module_heads is not None
+    assert written == prune.prune(checkpoint, PAIRS, Share(0.3)).model.config
+
+
+@pytest.mark.parametrize("amounts", [[], ["--heads", 2, "--share", 0.3]])
+def test_prune_command_needs_one_of_heads_and_share(amounts: list[object]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse("checkpoint", "pruned", *amounts)
+    assert caught.value.code == 2
 
 
 @pytest.mark.parametrize(
@@ -202,6 +280,15 @@ def test_prune_command_writes_a_checkpoint_that_exports(
     [
         (["--heads", 4], "--heads is 4; it must be from 1 to 3"),
         (["--heads", 0], "--heads is 0; it must be from 1 to 3"),
+        (
+            ["--share", 0],
+            "--share is 0; it must be from 1/24 to 18/24 of the 24 heads: each of the 6 attention modules",
+        ),
+        (["--share", 0.02], "--share is 0.02; it must be from 1/24 to 18/24"),
+        (["--share", 0.78], "--share is 0.78; it must be from 1/24 to 18/24"),
+        (["--share", 1.5], "--share is 1.5; it must be from 1/24 to 18/24"),
+        (["--share", -1], "--share is -1; it must be from 1/24 to 18/24"),
+        (["--share", "nan"], "--share is nan; it must be from 1/24 to 18/24"),
         (["--heads", 2], "give --data (with --recipe if the checkpoint names none), or --source with --reference"),
         (["--heads", 2, "--pairs", 0], "--pairs is 0; it must be at least 1"),
         (["--heads", 2, "--data", "nowhere", "--recipe", "no-such"], "recipe 'no-such' not found"),
@@ -231,6 +318,7 @@ def test_prune_command_refuses_an_existing_output(
     assert (tmp_path / "mine.txt").exists()
 
 
-def test_prune_refuses_alibi_slopes() -> None:
+@pytest.mark.parametrize("choice", [Each(2), Share(0.3)], ids=["each", "share"])
+def test_prune_refuses_alibi_slopes(choice: Choice) -> None:
     with pytest.raises(PruneError, match="positions='alibi' cannot be pruned: the slopes of the kept heads"):
-        prune.check_prunable(small_config(**VARIANTS["alibi"]), 2)
+        choice.check(small_config(**VARIANTS["alibi"]))

@@ -130,11 +130,12 @@ class _Lowering:
         return list(joined)
 
     def _without_new_keys(self, query: ir.Value, node: ir.Node) -> list[ir.Value | None]:
-        """Return operands without new keys: the query, and shared empty keys and values [B, 0, H*D]."""
+        """Return operands without new keys: the query, and empty keys and values [B, 0, H*D] that layers share."""
         joined = self._joined(query, node)
         first, second = self.edit.ints(0), self.edit.ints(1)
         empty = self._once(
-            ("empty", f"{shape_of(query)[0]}"), lambda: self.edit.emit(node, "Slice", [joined, first, first, second])
+            ("empty", f"{shape_of(query)[0]} {static_dim(query, 2)}"),
+            lambda: self.edit.emit(node, "Slice", [joined, first, first, second]),
         )
         return [joined, empty, empty]
 

@@ -119,7 +119,7 @@ class _PackedStack(nn.Module):
         qkv = linear(hidden, attention.qkv)
         if self.rotary_table is None:
             return qkv
-        rotated: Tensor = rotary(qkv, positions, self.rotary_table, num_heads=self.config.num_heads)
+        rotated: Tensor = rotary(qkv, positions, self.rotary_table, num_heads=attention.heads[0])
         return rotated
 
 
@@ -185,7 +185,7 @@ class PackedStates(_PackedStack):
                 offsets,
                 self.bias_table,
                 self.slopes,
-                num_heads=self.config.num_heads,
+                num_heads=attention.heads[0],
                 scale=attention.scale,
                 causal=False,
                 **self.norm_attributes(norm),
@@ -209,13 +209,14 @@ class PackedStates(_PackedStack):
         return forward
 
     def _attend_packed(self, layer: int, qkv: Tensor, offsets: Tensor) -> Tensor:
+        attention = self.blocks[layer].self_attention
         return packed_attention(  # type: ignore[no-any-return]
             qkv,
             offsets,
             self.bias_table,
             self.slopes,
-            num_heads=self.config.num_heads,
-            scale=self.blocks[layer].self_attention.scale,
+            num_heads=attention.heads[0],
+            scale=attention.scale,
             causal=False,
         )
 
@@ -257,10 +258,10 @@ class PackedEncoder(nn.Module):
     def __init__(self, model: Transformer) -> None:
         assert model.decoder is not None
         super().__init__()
-        self.num_heads = model.config.num_heads
         self.states = PackedStates(model)
         blocks = model.decoder.blocks
         self.cross = nn.ModuleList(block.cross_attention.kv for block in blocks if block.cross_attention is not None)
+        self.cross_heads = model.config.resolved_module_heads.decoder_cross
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, offsets: Tensor, block_tables: Tensor, cache: Tensor
@@ -272,12 +273,10 @@ class PackedEncoder(nn.Module):
         """
         memory = self.states(input_ids, positions, offsets)
         written: Tensor | None = None
-        for layer, kv_projection in enumerate(self.cross):
+        for layer, (kv_projection, num_heads) in enumerate(zip(self.cross, self.cross_heads, strict=True)):
             assert isinstance(kv_projection, nn.Linear)
             kv = linear(memory, kv_projection)
-            written, cache = paged_write(
-                kv, cache, block_tables, offsets, written, num_heads=self.num_heads, layer=layer
-            )
+            written, cache = paged_write(kv, cache, block_tables, offsets, written, num_heads=num_heads, layer=layer)
         assert written is not None
         return written, memory, cache
 
@@ -344,7 +343,7 @@ class PagedDecoder(_PackedStack):
                 self.bias_table,
                 self.slopes,
                 self.rotary_table,
-                num_heads=self.config.num_heads,
+                num_heads=attention.heads[0],
                 scale=attention.scale,
                 layer=layer,
                 **self.norm_attributes(norm),
@@ -365,7 +364,7 @@ class PagedDecoder(_PackedStack):
                 rows.cross_tables,
                 rows.offsets,
                 rows.source_lens,
-                num_heads=self.config.num_heads,
+                num_heads=attention.heads[0],
                 scale=attention.scale,
                 layer=layer,
                 **self.norm_attributes(norm),

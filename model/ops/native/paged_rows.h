@@ -18,7 +18,8 @@ inline constexpr double kAttentionMacsPerNs = 20.0;
 
 inline std::string UpTo(int64_t last) { return "it must be 0 to " + std::to_string(last); }
 
-// The cache pool of a call: [blocks, layers, 2, heads, 16 * padded head width].
+// The cache pool of a call: [blocks, layers, 2, cache_heads, 16 * padded head width]. A layer with fewer heads uses the
+// first ones of the pool.
 struct Pool {
   void* data;
   bool is_half;
@@ -27,18 +28,23 @@ struct Pool {
   int64_t layer_offset;
   int64_t head_elements;
   int64_t heads;
+  int64_t cache_heads;
 
   Pool(const Tensor& cache, int64_t layer, int64_t num_heads, int64_t width)
-      : data(cache.data), is_half(cache.type == kFloat16), blocks(cache.dims[0]), heads(num_heads) {
+      : data(cache.data),
+        is_half(cache.type == kFloat16),
+        blocks(cache.dims[0]),
+        heads(num_heads),
+        cache_heads(cache.dims[3]) {
     if (cache.type != kFloat32 && cache.type != kFloat16) throw OperatorError("cache must be float32 or float16");
     head_elements = kBlockSize * RoundUp(width, kPanel);
     Require(layer >= 0 && layer < cache.dims[1], "layer", layer, [&] { return UpTo(cache.dims[1] - 1); });
     Require(cache.dims[2] == 2, "dimension 2 of cache", cache.dims[2], "it must be 2");
-    Require(cache.dims[3] == heads, "heads of cache", cache.dims[3], "it must be num_heads");
+    Require(cache_heads >= heads, "heads of cache", cache_heads, "it must be at least num_heads");
     Require(cache.dims[4] == head_elements, "width of cache", cache.dims[4],
             [&] { return "it must be " + std::to_string(head_elements); });
-    block_elements = cache.dims[1] * 2 * heads * head_elements;
-    layer_offset = layer * 2 * heads * head_elements;
+    block_elements = cache.dims[1] * 2 * cache_heads * head_elements;
+    layer_offset = layer * 2 * cache_heads * head_elements;
   }
 };
 
@@ -66,7 +72,8 @@ class Tables {
   }
 
   PagedHead<Element> Head(const Pool& pool, int64_t row, int64_t head, int64_t width, float scale) const {
-    return {pointers_.data() + row * width_, head * pool.head_elements, pool.heads * pool.head_elements, width, scale};
+    const int64_t values_offset = pool.cache_heads * pool.head_elements;
+    return {pointers_.data() + row * width_, head * pool.head_elements, values_offset, width, scale};
   }
 
  private:

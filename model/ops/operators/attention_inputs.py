@@ -1,6 +1,7 @@
 """Inputs and attributes that the attention operators share, and the functions by which eager code reads them.
 
-Axes: N packed tokens; B sources, R rows, X width of a block table, H heads, D head width, T positions, L layers.
+Axes: N packed tokens; B sources, R rows, X width of a block table, H heads, C heads of the pool, D head width, T
+positions, L layers.
 """
 
 from __future__ import annotations
@@ -15,7 +16,12 @@ from antiphon.model.ops.operator import Attribute, Input
 QKV = Input("qkv", "float", "N, 3 H D", "queries, keys and values of each token")
 SOURCE_OFFSETS = Input("offsets", "int32", "B + 1", "sequence b holds the tokens offsets[b] to offsets[b + 1] - 1")
 ROW_OFFSETS = Input("offsets", "int32", "R + 1", "the new tokens of row r are offsets[r] to offsets[r + 1] - 1")
-CACHE = Input("cache", "cache", "num_blocks, L, 2, H, 16 * Dp", "the pool of cache_geometry.py")
+CACHE = Input(
+    "cache",
+    "cache",
+    "num_blocks, L, 2, C, 16 * Dp",
+    "the pool of cache_geometry.py; a layer uses the first H of C heads",
+)
 BLOCK_TABLES = Input("block_tables", "int32", "R, X", "blocks of each row, in the order of its positions")
 BIAS_TABLE = Input(
     "bias_table",

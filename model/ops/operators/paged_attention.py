@@ -91,7 +91,7 @@ def paged_self_attention(
         for token, position in enumerate(row_positions):
             write_position(cache, layer, table, position, key[token], value[token])
         for token, position in enumerate(row_positions):
-            cached = read_positions(cache, layer, table, position + 1, query.shape[2])
+            cached = read_positions(cache, layer, table, position + 1, (num_heads, query.shape[2]))
             bias = score_bias(torch.tensor([position]), position + 1, bias_table, slopes)
             attended[start + token] = _attend_one(query[token], *cached, bias, scale)
     return attended, cache
@@ -113,7 +113,7 @@ def paged_cross_attention(
     attended, queries = torch.zeros_like(query), split_heads(query, 1, num_heads)[0]
     rows = zip(block_tables.tolist(), source_lens.tolist(), token_ranges(offsets), strict=True)
     for table, length, (start, stop) in rows:
-        cached = read_positions(cache, layer, table, length, queries.shape[2])
+        cached = read_positions(cache, layer, table, length, (num_heads, queries.shape[2]))
         for token in range(start, stop):
             attended[token] = _attend_one(queries[token], *cached, None, scale)
     return attended

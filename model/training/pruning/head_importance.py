@@ -59,21 +59,22 @@ def head_importance(model: Transformer, batches: Iterable[Batch]) -> dict[str, T
 
     Raises ValueError without batches.
     """
-    names = list(attentions(model))
-    totals = torch.zeros(len(names), model.config.num_heads)
+    num_heads = {name: attention.heads[0] for name, attention in attentions(model).items()}
+    totals = {name: torch.zeros(heads) for name, heads in num_heads.items()}
     num_rows = 0
     for batch in batches:
         rows = batch.source.shape[0]
-        gates = [torch.ones(rows, model.config.num_heads, requires_grad=True) for _ in names]
-        with head_gates(model, dict(zip(names, gates, strict=True))):
+        gates = {name: torch.ones(rows, heads, requires_grad=True) for name, heads in num_heads.items()}
+        with head_gates(model, gates):
             total = sentence_losses(model, batch).sum()
         # A row's loss depends only on the row's gates, so one backward pass gives the gradients of all rows.
-        gradients = torch.autograd.grad(total, gates)
-        totals += torch.stack([gradient.abs().sum(dim=0) for gradient in gradients])
+        gradients = torch.autograd.grad(total, list(gates.values()))
+        for name, gradient in zip(gates, gradients, strict=True):
+            totals[name] += gradient.abs().sum(dim=0)
         num_rows += rows
     if not num_rows:
         raise ValueError("importance needs at least one batch")
-    return dict(zip(names, totals / num_rows, strict=True))
+    return {name: total / num_rows for name, total in totals.items()}
 
 
 @torch.no_grad()

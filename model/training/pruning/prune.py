@@ -1,7 +1,7 @@
 """`antiphon prune`: removal of the least important attention heads from a checkpoint.
 
-ModelConfig has one num_heads, so every attention module loses the same number of heads: its least important ones. The
-head width does not change. The result is an ordinary checkpoint. head_importance.py measures the importance.
+The head width does not change. The result is an ordinary checkpoint. head_importance.py measures the importance,
+head_choice.py chooses the heads.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import random
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,10 +24,11 @@ from antiphon.model.checkpoints.checkpoint import (
     save_checkpoint,
     weights_of,
 )
-from antiphon.model.config import ModelConfig
+from antiphon.model.config import ModelConfig, ModuleHeads
 from antiphon.model.text.tokenizer import TokenizerError
 from antiphon.model.training.data.corpus import Pair, load_corpus
 from antiphon.model.training.data.translation_data import collate, encode_pairs, plan_batches
+from antiphon.model.training.pruning.head_choice import Choice, Each, Heads, PruneError, Share
 from antiphon.model.training.pruning.head_importance import attentions, head_importance, mean_loss
 from antiphon.model.training.recipe import RecipeError, load_recipe
 from antiphon.model.transformer.transformer import Transformer
@@ -35,62 +36,40 @@ from antiphon.model.transformer.transformer import Transformer
 _BATCH_TOKENS = 2048
 _SEED = 0
 
-Heads = Mapping[str, Sequence[int]]
-
-
-class PruneError(Exception):
-    """A model cannot be pruned with these options; the message names the field or file."""
-
-
-def check_prunable(config: ModelConfig, num_heads: int) -> None:
-    """Raise PruneError unless the model can be pruned to num_heads heads."""
-    if not 1 <= num_heads < config.num_heads:
-        raise PruneError(
-            f"--heads is {num_heads}; it must be from 1 to {config.num_heads - 1}, fewer than the model has"
-        )
-    if config.architecture != "encoder-decoder":
-        raise PruneError(f"architecture={config.architecture!r} cannot be pruned; only encoder-decoder models can")
-    if config.positions == "alibi":
-        raise PruneError(
-            "positions='alibi' cannot be pruned: the slopes of the kept heads would change with the number of heads"
-        )
-
-
-def heads_to_keep(config: ModelConfig, importance: Mapping[str, Tensor], num_heads: int) -> dict[str, list[int]]:
-    """Return the num_heads most important heads of each attention module, in ascending order.
-
-    If two are equal, the first one is kept. All layers of a stack share T5's relative bias, which has a column for each
-    head. So the self-attention of all layers keeps the same heads: those with the largest sum over the layers.
-    """
-    ranked = dict(importance)
-    if config.positions == "t5_relative":
-        for stack in ("encoder", "decoder"):
-            shared = [name for name in ranked if name.startswith(stack) and name.endswith("self_attention")]
-            total = torch.stack([importance[name] for name in shared]).sum(dim=0)
-            ranked.update(dict.fromkeys(shared, total))
-    return {
-        name: sorted(values.argsort(descending=True, stable=True)[:num_heads].tolist())
-        for name, values in ranked.items()
-    }
-
 
 def without_heads(model: Transformer, kept: Heads) -> Transformer:
-    """Return a model with only the kept heads: equal to `model` with the other heads' outputs set to zero."""
-    config = model.config
-    check_prunable(config, num_heads := len(next(iter(kept.values()))))
-    width = config.resolved_head_dim
-    described = {**config.model_dump(), "num_heads": num_heads, "head_dim": width}
+    """Return a model with only the kept heads: equal to `model` with the other heads' outputs set to zero.
+
+    kept: at least one head of each attention module; with T5's bias the same ones for the self-attention of a stack.
+    """
+    width = model.config.resolved_head_dim
     with torch.random.fork_rng(devices=[]):
-        pruned = Transformer(ModelConfig.model_validate(described)).eval()
+        pruned = Transformer(_pruned_config(model.config, kept)).eval()
     weights = dict(model.state_dict())
     for name in attentions(model):
         _drop(weights, name, kept[name], width)
-    if config.positions == "t5_relative":
+    if model.config.positions == "t5_relative":
         for stack in ("encoder", "decoder"):
             bias = f"{stack}.relative_bias.weight"
             weights[bias] = weights[bias][:, kept[f"{stack}.layers.0.self_attention"]]
     pruned.load_state_dict(weights)
     return pruned
+
+
+def _pruned_config(config: ModelConfig, kept: Heads) -> ModelConfig:
+    """Return the configuration with the numbers of kept heads; without module_heads if all are equal."""
+    layers = {"encoder": range(config.encoder_layers), "decoder": range(config.decoder_layers)}
+    modules = {
+        f"{stack}_{kind}": [len(kept[f"{stack}.layers.{layer}.{kind}_attention"]) for layer in layers[stack]]
+        for stack, kind in (("encoder", "self"), ("decoder", "self"), ("decoder", "cross"))
+    }
+    counts = {count for heads in modules.values() for count in heads}
+    changes = {
+        "num_heads": max(counts),
+        "module_heads": ModuleHeads.model_validate(modules) if len(counts) > 1 else None,
+        "head_dim": config.resolved_head_dim,
+    }
+    return ModelConfig.model_validate({**config.model_dump(), **changes})
 
 
 def _drop(weights: dict[str, Tensor], name: str, kept: Sequence[int], width: int) -> None:
@@ -118,10 +97,10 @@ class Pruning:
     loss_after: float
 
 
-def prune(checkpoint: Checkpoint, pairs: Sequence[Pair], num_heads: int) -> Pruning:
+def prune(checkpoint: Checkpoint, pairs: Sequence[Pair], choice: Choice) -> Pruning:
     """Measure importance on the pairs and remove the least important heads. Raises PruneError."""
     config = checkpoint.config
-    check_prunable(config, num_heads)
+    choice.check(config)
     examples = encode_pairs(
         pairs, checkpoint.tokenizer, max_source=config.max_source_len, max_target=config.max_target_len
     )
@@ -130,7 +109,7 @@ def prune(checkpoint: Checkpoint, pairs: Sequence[Pair], num_heads: int) -> Prun
     planned = plan_batches(examples, _BATCH_TOKENS, _SEED)
     batches = [collate([examples[index] for index in members], checkpoint.tokenizer) for members in planned]
     importance = head_importance(checkpoint.model, tqdm(batches, desc="importance", unit="batch", disable=None))
-    kept = heads_to_keep(config, importance, num_heads)
+    kept = choice.heads_to_keep(config, importance)
     pruned = without_heads(checkpoint.model, kept)
     return Pruning(
         model=pruned,
@@ -145,8 +124,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="directory that `antiphon train` wrote")
     parser.add_argument("output", type=Path, metavar="OUTPUT", help="directory for the pruned checkpoint; must be new")
-    parser.add_argument(
-        "--heads", type=int, required=True, metavar="N", help="number of heads of each attention module"
+    amount = parser.add_mutually_exclusive_group(required=True)
+    amount.add_argument("--heads", type=int, metavar="N", help="number of heads that each attention module keeps")
+    amount.add_argument(
+        "--share", type=float, metavar="S", help="share of all heads that is removed, unevenly: 0.3 removes 30 %%"
     )
     parser.add_argument("--data", type=Path, help="measure importance on the data of a recipe, in this folder")
     parser.add_argument("--recipe", help="name of the recipe (default: that of the checkpoint)")
@@ -171,8 +152,9 @@ def run(args: argparse.Namespace) -> int:
             raise PruneError(f"{args.output} exists; give a new directory")
         torch.set_num_threads(args.threads)
         checkpoint = load_checkpoint(args.checkpoint)
-        check_prunable(checkpoint.config, args.heads)
-        pruning = prune(checkpoint, _sample(_pairs(args, checkpoint), args.pairs), args.heads)
+        choice = Share(args.share) if args.share is not None else Each(args.heads)
+        choice.check(checkpoint.config)
+        pruning = prune(checkpoint, _sample(_pairs(args, checkpoint), args.pairs), choice)
         save_checkpoint(
             args.output,
             config=pruning.model.config,
@@ -213,8 +195,9 @@ def _report(before: Transformer, pruning: Pruning) -> None:
         dropped = set(range(len(values))).difference(pruning.kept[name])
         marked = (f"{value:.4f}{'-' if head in dropped else ' '}" for head, value in enumerate(values.tolist()))
         print(f"{name:<36} {' '.join(marked)}")
+    counts = [sum(map(len, heads.values())) for heads in (pruning.importance, pruning.kept)]
     print(
-        f"{before.config.num_heads} heads to {pruning.model.config.num_heads} (dropped: -), "
+        f"{counts[0]} heads to {counts[1]} in {len(pruning.kept)} attention modules (dropped: -), "
         f"{before.num_parameters:,} parameters to {pruning.model.num_parameters:,}, "
         f"loss {pruning.loss_before:.3f} to {pruning.loss_after:.3f} nats a token"
     )

@@ -223,6 +223,7 @@ sacreBLEU and chrF; --json prints one object per system""",
         summary="remove the least important attention heads",
         examples="""\
   antiphon prune CHECKPOINT OUTPUT --heads 6 --data DATA         every attention keeps its 6 most important heads
+  antiphon prune CHECKPOINT OUTPUT --share 0.3 --data DATA       30 % of all heads are removed, unevenly over the layers
   antiphon prune CHECKPOINT OUTPUT --heads 6 --source news.en --reference news.de
   antiphon export OUTPUT BUNDLE             the output is a normal checkpoint""",
     ),

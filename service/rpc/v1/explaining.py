@@ -54,6 +54,10 @@ class Explanations:
         return await self._thread.run(partial(self._response, explainer, asked.source, (*asked.given_ids, *target_ids)))
 
     def _explainer(self) -> AttentionExplainer:
+        if self._model.config.module_heads is not None:
+            raise Unsupported(
+                "attention maps need the same number of heads in every layer; this model has module_heads"
+            )
         if self._model.explainer is None:
             raise Unsupported(
                 "the bundle of this model has no explain graph; export it again, or import it with --explain, to add "

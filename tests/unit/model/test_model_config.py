@@ -50,6 +50,41 @@ def test_rope_needs_an_even_head_width() -> None:
         preset("tiny", positions="rope", head_dim=7)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(encoder_self=[4]), r"module_heads\.encoder_self=\[4\] must have 2 numbers \(encoder_layers\)"),
+        (dict(decoder_self=[4, 5]), r"module_heads\.decoder_self=\[4, 5\] .* each from 1 to num_heads=4"),
+        (dict(decoder_cross=[0, 1]), r"module_heads\.decoder_cross=\[0, 1\] .* each from 1 to num_heads=4"),
+        (dict(decoder_cross=None), r"module_heads\.decoder_cross"),
+        (dict(positions=[1, 1]), r"module_heads\.positions"),
+    ],
+)
+def test_heads_of_modules_fit_layers_and_num_heads(changes: dict[str, object], message: str) -> None:
+    heads: dict[str, object] = dict(encoder_self=[4, 2], decoder_self=[1, 3], decoder_cross=[1, 2])
+    assert preset("tiny", module_heads=heads).cache_heads == 3
+    with pytest.raises(ValidationError, match=message):
+        preset("tiny", module_heads={**heads, **changes})
+
+
+@pytest.mark.parametrize("positions", ["alibi", "t5_relative"])
+def test_heads_of_modules_need_positions_without_a_bias_by_head(positions: str) -> None:
+    heads = dict(encoder_self=[4, 2], decoder_self=[1, 3], decoder_cross=[1, 2])
+    with pytest.raises(ValidationError, match=f"module_heads does not fit positions='{positions}'"):
+        preset("tiny", module_heads=heads, positions=positions)
+
+
+def test_heads_of_modules_need_an_encoder_and_a_decoder() -> None:
+    heads = dict(encoder_self=[4, 2], decoder_self=[], decoder_cross=[])
+    with pytest.raises(ValidationError, match="module_heads does not fit architecture='encoder'"):
+        preset("tiny", module_heads=heads, architecture="encoder", decoder_layers=0)
+
+
+def test_configurations_without_heads_of_modules_are_written_as_before() -> None:
+    assert "module_heads" not in preset("tiny").model_dump(mode="json", exclude_none=True)
+    assert preset("tiny").cache_heads == preset("tiny").num_heads
+
+
 def test_relative_distances_must_exceed_the_exact_buckets() -> None:
     """At or below half of the buckets, the logarithm for the others is at most 0, so none of them would exist."""
     preset("tiny", positions="t5_relative", relative_buckets=32, relative_max_distance=17)

@@ -15,6 +15,7 @@ import torch
 from antiphon.cli.main import main
 from antiphon.model.checkpoints.checkpoint import CheckpointError, average_weights, load_checkpoint, read_tensors
 from antiphon.model.training.group import Group
+from antiphon.model.training.pruning.head_choice import Choice, Each, Share
 from antiphon.model.training.pruning.prune import prune
 from antiphon.model.training.recipe import Recipe, RecipeError, TrainConfig
 from antiphon.model.training.tasks.translation_task import TranslationTask
@@ -247,17 +248,19 @@ def test_wrong_argument_ends_with_exit_code_2(
     assert not (tmp_path / "run").exists()
 
 
-def test_training_continues_from_a_pruned_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize("choice", [Each(2), Share(0.5)], ids=["each", "share"])
+def test_training_continues_from_a_pruned_checkpoint(tmp_path: Path, choice: Choice) -> None:
     """--init gives shape, tokenizer and weights instead of the recipe; training recovers the loss of pruning."""
     recipe = make_recipe(tmp_path, max_steps=200, peak_lr=1e-2, checkpoint_every_steps=100)
     group = Group(rank=0, size=1, device=torch.device("cpu"))
     averaged = Trainer(recipe, tmp_path, tmp_path / "run", group).run()
     assert averaged is not None
     whole = load_checkpoint(averaged)
-    pruning = prune(whole, [("red house", "rot Haus"), ("old tree", "alt Baum")], num_heads=2)
+    pruning = prune(whole, [("red house", "rot Haus"), ("old tree", "alt Baum")], choice)
     init = replace(whole, config=pruning.model.config, model=pruning.model)
     trainer = Trainer(recipe, tmp_path, tmp_path / "again", group, init=init)
-    assert trainer.model.config.num_heads == 2
+    assert trainer.model_config == pruning.model.config
+    assert trainer.model.num_parameters < whole.model.num_parameters
     for name, tensor in pruning.model.state_dict().items():
         assert torch.equal(trainer.model.state_dict()[name], tensor), name
     before = trainer.validate()

@@ -19,4 +19,6 @@ def obstacle(config: ModelConfig) -> str | None:
     for field, values in _CONVERTIBLE.items():
         if (value := getattr(config, field)) not in values:
             return f"{field}={value!r} cannot be converted to CTranslate2; {' and '.join(map(repr, values))} can"
+    if config.module_heads is not None:
+        return "module_heads cannot be converted to CTranslate2, where all attention modules have num_heads heads"
     return None
