@@ -1,0 +1,50 @@
+"""Small LSTM models and texts for the tests of model/lab."""
+
+import random
+from pathlib import Path
+
+import torch
+
+from antiphon.model.lab.data.algorithms import VOCAB_SIZE, Algorithm, Sizes, algorithm_dataset
+from antiphon.model.lab.data.datasets import Dataset
+from antiphon.model.lab.recurrent.config import RecurrentConfig
+from antiphon.model.lab.recurrent.lstm import RecurrentModel
+from antiphon.model.training.group import Group
+from antiphon.model.training.recipe import Recipe
+
+SIZES = Sizes(max_len=9, train=600, valid=40, test=40)
+SHAPE = dict(d_model=32, dropout=0.1)
+ALONE = Group(rank=0, size=1, device=torch.device("cpu"))
+
+
+def small_lstm(**fields: object) -> RecurrentModel:
+    """Return a model with random weights in evaluation mode."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        return RecurrentModel(RecurrentConfig.model_validate(dict(vocab_size=20, d_model=16) | fields)).eval()
+
+
+def random_ids(count: int, length: int, seed: int) -> list[list[int]]:
+    """Return lists of ordinary token ids."""
+    chance = random.Random(seed)
+    return [[chance.randrange(4, 20) for _ in range(length)] for _ in range(count)]
+
+
+def made_dataset(folder: Path, algorithm: Algorithm = "copy") -> Dataset:
+    """Return a small dataset of one task."""
+    return algorithm_dataset(algorithm, folder, SIZES)
+
+
+def small_recipe(folder: Path, **train: object) -> Recipe:
+    """Return a recipe of the task "copy" for a small Transformer."""
+    settings = dict(
+        batch_tokens=128, max_steps=12, warmup_steps=5, peak_lr=5e-3, bf16=False, checkpoint_every_steps=6,
+        average_last=1, label_smoothing=0.0,
+    )  # fmt: skip
+    model = dict(
+        d_model=16, encoder_layers=1, decoder_layers=1, num_heads=2, d_ff=32, norm_placement="pre",
+        max_source_len=SIZES.longest_tokens, max_target_len=SIZES.longest_tokens,
+    )  # fmt: skip
+    return Recipe.model_validate(
+        dict(name="copy", vocab_size=VOCAB_SIZE, data=made_dataset(folder).data, model=model, train=settings | train)
+    )
