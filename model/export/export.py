@@ -347,7 +347,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     for name in ("source", "target"):
         parser.add_argument(
-            f"--max-{name}-len", type=int, metavar="N", help=f"{name} tokens that the bundle takes (default: as trained)"
+            f"--max-{name}-len",
+            type=int,
+            metavar="N",
+            help=f"{name} tokens that the bundle takes (default: as trained)",
         )
     parser.add_argument("--name", help="the model's name for clients (default: the bundle directory's name)")
     parser.add_argument("--overwrite", action="store_true", help="replace BUNDLE if it is a bundle")

@@ -66,11 +66,10 @@ def _chosen(names: list[str]) -> list[Experiment]:
 def _run(experiment: Experiment, setting: Setting, jobs: int) -> None:
     results = run_trials(experiment, setting, jobs)
     if experiment.alone is not None:
-        folders = {
-            trial.key.rpartition(".")[0]: setting.output / experiment.name / trial.key
-            for trial in experiment.trials(setting)
-        }
-        results = replace(results, alone=experiment.alone(setting, folders))
+        runs = setting.folders(experiment.name).runs
+        first = [trial for trial in experiment.trials(setting) if trial.seed == setting.seeds[0]]
+        trained = {trial.name: runs / trial.key / "averaged" for trial in first}
+        results = replace(results, alone=experiment.alone(setting, trained))
     scale = "toy" if setting.is_toy else f"{setting.scale:g}"
     command = f"antiphon lab {experiment.name} --data DATA --scale {scale} --seeds {len(setting.seeds)}"
     print(write_report(experiment, results, setting, command).read_text(encoding="utf-8"))

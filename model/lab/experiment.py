@@ -13,7 +13,7 @@ import torch
 from tqdm import tqdm
 
 from antiphon.model.lab.setting import Setting
-from antiphon.model.lab.trial import Figures, Measure, Result, Trial, run_trial
+from antiphon.model.lab.trial import Figures, Folders, Measure, Result, Trial, run_trial
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,7 +62,8 @@ class Experiment:
     trials: training runs of a setting. measure: figures of a trained model.
     columns: figures of the table, with heading and number of decimals.
     claims: claims beside their measurements. draw: writes the picture.
-    alone: figures that are measured after all trials while nothing else runs; None without any.
+    alone: figures that are measured after all trials while nothing else runs, from the averaged checkpoints of the
+        first seed by setting; None without any.
     """
 
     name: str
@@ -81,25 +82,24 @@ def run_trials(experiment: Experiment, setting: Setting, jobs: int) -> Results:
     The number of jobs does not change any result. All settings run with the first seed before the next seed.
     """
     trials = sorted(experiment.trials(setting), key=lambda trial: setting.seeds.index(trial.seed))
-    folder = setting.output / experiment.name
+    folders = setting.folders(experiment.name)
     if jobs == 1:
         torch.set_num_threads(1)
-        finished = [run_trial(t, folder / t.key, experiment.measure) for t in _shown(trials, experiment.name)]
+        finished = [run_trial(t, folders, experiment.measure) for t in _shown(trials, experiment.name)]
     else:
-        finished = _run_in_processes(experiment, trials, folder, jobs)
+        finished = _run_in_processes(experiment, trials, folders, jobs)
     grouped: dict[str, list[Result]] = {}
     for result in finished:
         grouped.setdefault(result.name, []).append(result)
     return Results(trials=grouped)
 
 
-def _run_in_processes(experiment: Experiment, trials: Sequence[Trial], folder: Path, jobs: int) -> list[Result]:
+def _run_in_processes(experiment: Experiment, trials: Sequence[Trial], folders: Folders, jobs: int) -> list[Result]:
     # Processes are spawned, because a fork of a process with threads of torch can hang.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         futures = {
-            pool.submit(run_trial, trial, folder / trial.key, experiment.measure): index
-            for index, trial in enumerate(trials)
+            pool.submit(run_trial, trial, folders, experiment.measure): index for index, trial in enumerate(trials)
         }
         results: dict[int, Result] = {}
         try:

@@ -79,7 +79,7 @@ def _longer(averaged: Path) -> Checkpoint:
     checkpoint = load_checkpoint(averaged)
     if checkpoint.config.positions == "learned":
         return checkpoint
-    sizes = _sizes(is_toy=checkpoint.config.max_source_len < 16)
+    sizes = _sizes(is_toy=checkpoint.config.max_source_len < 16 + 2)
     return with_lengths(checkpoint, max_source_len=sizes.longest_tokens, max_target_len=sizes.longest_tokens)
 
 
@@ -104,22 +104,21 @@ def _measure(trial: Trial, averaged: Path) -> Figures:
     return figures
 
 
-def _serve(setting: Setting, folders: Mapping[str, Path]) -> Figures:
-    """Export and serve the model of each setting with the first seed; return the largest difference of any score."""
+def _serve(setting: Setting, trained: Mapping[str, Path]) -> Figures:
+    """Export and serve the model of each setting; return the largest difference of any score."""
     found: Figures = {}
-    for name, folder in folders.items():
-        setting_name, _, seed = name.rpartition(".s")
-        if int(seed) == setting.seeds[0]:
-            tests = _tests(folder / "averaged", setting_name, setting.made_data)
-            found[setting_name] = _largest_difference(folder, [pair for pairs in tests.values() for pair in pairs[:_SCORED]])
+    for name, averaged in trained.items():
+        tests = _tests(averaged, name, setting.made_data)
+        scored = [pair for pairs in tests.values() for pair in pairs[:_SCORED]]
+        found[name] = _largest_difference(averaged, scored)
     return {"served score, largest difference from PyTorch in nats": found}
 
 
-def _largest_difference(folder: Path, pairs: Sequence[Pair]) -> float:
-    checkpoint = _longer(folder / "averaged")
-    export_bundle(checkpoint, folder / "bundle", precisions=("float32",), explain=False, overwrite=True)
+def _largest_difference(averaged: Path, pairs: Sequence[Pair]) -> float:
+    checkpoint, bundle = _longer(averaged), averaged.with_name("bundle")
+    export_bundle(checkpoint, bundle, precisions=("float32",), explain=False, overwrite=True)
     expected = [sum(target.logprobs) for target in forced(checkpoint, pairs)]
-    with served(folder / "bundle") as client:
+    with served(bundle) as client:
         scores = [client.score(source, target).score for source, target in pairs]
     return max(abs(one - other) for one, other in zip(scores, expected, strict=True))
 
@@ -159,7 +158,9 @@ def _draw(results: Results, target: Path) -> None:
     def points(name: str) -> Points:
         return {factor: results.values(name, f"tokens {factor:g}") for factor in FACTORS}
 
-    series = {name: points(name) for name in results.trials if name.startswith("copy") and results.values(name, "tokens 1")}
+    series = {
+        name: points(name) for name in results.trials if name.startswith("copy") and results.values(name, "tokens 1")
+    }
     curves(series, target, xlabel="length / longest training length", ylabel="tokens right, %, copy")
 
 

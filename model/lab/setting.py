@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from antiphon.model.lab.trial import Folders
 from antiphon.model.training.recipe import RecipeError
 
 TOY = "toy"
@@ -32,6 +33,10 @@ class Setting:
     def steps(self, full: int) -> int:
         """Return the number of training steps of a run that has `full` of them at scale 1; 12 at toy size."""
         return 12 if self.scale is None else max(1, round(full * self.scale))
+
+    def folders(self, experiment: str) -> Folders:
+        """Return the folders of an experiment."""
+        return Folders(runs=self.output / "runs", results=self.output / experiment)
 
     @property
     def made_data(self) -> Path:

@@ -1,6 +1,6 @@
 """Trial: one training run of an experiment, with its figures. A killed trial is resumed, a finished one is read.
 
-A folder's name has a fingerprint of recipe and code of the measurement, so results of other settings are never mixed.
+The names of runs and results have a fingerprint of the recipe, so those of other settings are never mixed.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from antiphon.model.training.train import Trainer, TrainingDiverged, open_task
 Figures = dict[str, Any]
 """Measured values by name, as JSON can hold them."""
 
-RESULT_NAME = "result.json"
+TRAINED_NAME = "trained.json"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
     """One training run: the name of its setting in the experiment, its recipe with the seed, and the data folder.
 
-    init: checkpoint to start from, see `antiphon train --init`.
+    open_task: task of the recipe, see Trainer.
     """
 
     name: str
@@ -44,9 +44,9 @@ class Trial:
 
     @property
     def key(self) -> str:
-        """Name of the run folder."""
+        """Name of the run folder: trials of several experiments with the same recipe share one run."""
         described = f"{self.recipe.model_dump_json()}|{self.open_task.__module__}"
-        return f"{self.name}.s{self.seed}.{hashlib.sha256(described.encode()).hexdigest()[:8]}"
+        return f"{self.recipe.name}.s{self.seed}.{hashlib.sha256(described.encode()).hexdigest()[:8]}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,34 +69,48 @@ Measure = Callable[[Trial, Path], Figures]
 """Returns the figures of a finished training run, from its averaged checkpoint."""
 
 
-def run_trial(trial: Trial, folder: Path, measure: Measure) -> Result:
-    """Train and measure in `folder`, or read the result that is there already."""
-    finished = folder / RESULT_NAME
-    if not finished.is_file():
-        result = _train_and_measure(trial, folder, measure)
-        unfinished = finished.with_suffix(".tmp")
-        unfinished.write_text(json.dumps(_described(result)) + "\n", encoding="utf-8")
-        unfinished.replace(finished)
-        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-    return Result(**json.loads(finished.read_text(encoding="utf-8")))
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Folders:
+    """Folder of training runs, which experiments share, and of the results of one experiment."""
+
+    runs: Path
+    results: Path
 
 
-def _train_and_measure(trial: Trial, folder: Path, measure: Measure) -> Result:
-    started_s = time.monotonic()
-    figures: Figures = {}
-    diverged = None
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        averaged = Trainer(trial.recipe, trial.data, folder, Group.join(), open_task=trial.open_task).run()
-        train_s = time.monotonic() - started_s
-        assert averaged is not None
-        figures = measure(trial, averaged)
-    except TrainingDiverged as error:
-        train_s = time.monotonic() - started_s
-        diverged = str(error)
-    return Result(
-        name=trial.name, seed=trial.seed, figures=figures, curve=_curve(folder), train_s=train_s, diverged=diverged
-    )
+def run_trial(trial: Trial, folders: Folders, measure: Measure) -> Result:
+    """Train and measure, or read the run or the result that is there already."""
+    path = folders.results / f"{trial.name.replace(' ', '-')}.{trial.key}.json"
+    if not path.is_file():
+        run = folders.runs / trial.key
+        trained = train(trial, run)
+        figures = {} if trained["diverged"] else measure(trial, run / "averaged")
+        result = Result(name=trial.name, seed=trial.seed, figures=figures, curve=_curve(run), **trained)
+        _write(path, {name: getattr(result, name) for name in Result.__slots__})
+    return Result(**json.loads(path.read_text(encoding="utf-8")))
+
+
+def train(trial: Trial, run: Path) -> dict[str, Any]:
+    """Train a trial in its run folder, or resume it; return train_s and diverged of its Result."""
+    path = run / TRAINED_NAME
+    if not path.is_file():
+        started_s = time.monotonic()
+        run.mkdir(parents=True, exist_ok=True)
+        diverged = None
+        try:
+            Trainer(trial.recipe, trial.data, run, Group.join(), open_task=trial.open_task).run()
+        except TrainingDiverged as error:
+            diverged = str(error)
+        _write(path, {"train_s": time.monotonic() - started_s, "diverged": diverged})
+        shutil.rmtree(run / "checkpoints", ignore_errors=True)  # a finished run needs only its averaged weights
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return found
+
+
+def _write(path: Path, described: Figures) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(".tmp")
+    unfinished.write_text(json.dumps(described) + "\n", encoding="utf-8")
+    unfinished.replace(path)
 
 
 def _curve(folder: Path) -> list[Figures]:
@@ -107,7 +121,3 @@ def _curve(folder: Path) -> list[Figures]:
     # A run that was killed between a checkpoint and its record, or after both, can have a step twice.
     by_step = {record["step"]: {key: value for key, value in record.items() if key != "time"} for record in records}
     return [by_step[step] for step in sorted(by_step)]
-
-
-def _described(result: Result) -> dict[str, Any]:
-    return {name: getattr(result, name) for name in Result.__slots__}

@@ -15,11 +15,15 @@ import torch
 from antiphon.model.lab import trial as trials
 from antiphon.model.lab.ablations import measure
 from antiphon.model.lab.experiment import Experiment, run_trials
-from antiphon.model.lab.trial import Figures, Trial, run_trial
+from antiphon.model.lab.trial import Figures, Folders, Trial, run_trial
 from tests.integration.process import environment
 from tests.unit.lab.settings import toy_setting, toy_trial
 
 torch.set_num_threads(1)
+
+
+def folders(output: Path) -> Folders:
+    return toy_setting(output).folders("example")
 
 
 def parameters(trial: Trial, averaged: Path) -> Figures:
@@ -38,12 +42,12 @@ def experiment(name: str, *own: Trial) -> Experiment:
 
 def test_finished_trial_is_not_trained_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trial = toy_trial(tmp_path)
-    first = run_trial(trial, tmp_path / trial.key, measure)
+    first = run_trial(trial, folders(tmp_path), measure)
     monkeypatch.setattr(trials, "Trainer", None)
-    assert run_trial(trial, tmp_path / trial.key, measure) == first
+    assert run_trial(trial, folders(tmp_path), measure) == first
     assert first.diverged is None
     assert [record["step"] for record in first.curve] == [6, 12]
-    assert not (tmp_path / trial.key / "checkpoints").exists(), "checkpoints of finished trials fill the disk"
+    assert not (tmp_path / "runs" / trial.key / "checkpoints").exists(), "checkpoints of finished trials fill the disk"
 
 
 KILLED = """
@@ -54,7 +58,7 @@ torch.set_num_threads(1)
 from antiphon.model.lab.trial import run_trial
 from antiphon.model.training.train import Trainer
 from tests.unit.lab.settings import toy_trial
-from tests.unit.lab.test_trial import parameters
+from tests.unit.lab.test_trial import folders, parameters
 
 folder = Path(sys.argv[1])
 step = Trainer.train_step
@@ -64,7 +68,7 @@ def killed(trainer, batch):
     return step(trainer, batch)
 Trainer.train_step = killed
 trial = toy_trial(folder)
-run_trial(trial, folder / trial.key, parameters)
+run_trial(trial, folders(folder), parameters)
 """
 
 
@@ -75,10 +79,10 @@ def test_trial_that_was_killed_gives_the_result_of_an_uninterrupted_one(tmp_path
     ended = subprocess.run(command, env={**environment(), "PYTHONPATH": os.pathsep.join([root])}, check=False)
     assert ended.returncode == -signal.SIGKILL
     trial = toy_trial(killed)
-    assert (killed / trial.key / "checkpoints").is_dir(), "it must have been killed after its first checkpoint"
-    resumed = run_trial(trial, killed / trial.key, parameters)
+    assert (killed / "runs" / trial.key / "checkpoints").is_dir(), "it must have been killed after its first checkpoint"
+    resumed = run_trial(trial, folders(killed), parameters)
     whole = toy_trial(tmp_path / "whole")
-    uninterrupted = run_trial(whole, tmp_path / "whole" / whole.key, parameters)
+    uninterrupted = run_trial(whole, folders(tmp_path / "whole"), parameters)
     assert resumed.figures == uninterrupted.figures
     assert resumed.curve == uninterrupted.curve
 
@@ -97,11 +101,11 @@ def test_results_depend_on_the_seed_and_not_on_the_number_of_jobs(tmp_path: Path
 
 def test_trial_whose_loss_is_not_finite_has_a_message_and_no_figures(tmp_path: Path) -> None:
     trial = toy_trial(tmp_path, peak_lr=1e30, warmup_steps=1)
-    result = run_trial(trial, tmp_path / trial.key, measure)
+    result = run_trial(trial, folders(tmp_path), measure)
     assert result.figures == {}
     assert result.diverged is not None
     assert "train.peak_lr" in result.diverged
-    assert json.loads((tmp_path / trial.key / "result.json").read_text())["diverged"] == result.diverged
+    assert json.loads((tmp_path / "runs" / trial.key / "trained.json").read_text())["diverged"] == result.diverged
 
 
 def test_trials_of_other_recipes_have_other_folders(tmp_path: Path) -> None:
