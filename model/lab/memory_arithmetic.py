@@ -1,4 +1,4 @@
-"""Memory arithmetic of one training step or one translation in PyTorch: terms with formulas, and the peak. Torch-free.
+"""Memory arithmetic of one training step: terms with formulas, and the peak. Torch-free.
 
 A peak is the largest sum over time of what lives: weights and optimiser, what autograd keeps, and the working memory
 of the sublayer that runs. Letters as in memory_terms.py.
@@ -6,21 +6,20 @@ of the sublayer that runs. Letters as in memory_terms.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from antiphon.model.lab import memory_sublayers as parts
-from antiphon.model.lab.memory_terms import FLOAT, Case, Sublayer, Term, num_parameters, position_rows
-
-_LOSS_ROWS = 512
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Prediction:
-    """Terms of one case, and the predicted peak in bytes."""
-
-    terms: tuple[Term, ...]
-    peak_bytes: int
+from antiphon.model.lab.memory_terms import (
+    FLOAT,
+    Case,
+    Prediction,
+    Sublayer,
+    Term,
+    num_parameters,
+    position_rows,
+    total,
+)
 
 
 def training(case: Case) -> Prediction:
@@ -35,8 +34,7 @@ def training(case: Case) -> Prediction:
     changing = max(_peak(steps), weights)
     kept = _merged(term for step in steps for term in step.kept)
     gradients = Term(name="gradients, after the backward pass", formula="4 P", num_bytes=weights)
-    base = sum(term.num_bytes for term in fixed)
-    return Prediction(terms=(*fixed, *kept, gradients), peak_bytes=base + changing)
+    return Prediction(terms=(*fixed, *kept, gradients), peak_bytes=total(fixed) + changing)
 
 
 def _tables(case: Case) -> int:
@@ -59,13 +57,13 @@ def _training_steps(case: Case) -> list[Sublayer]:
         parts.embedding(case, rows=config.vocab_size, owns_gradient=not config.tie_output),
         *_layers(case, [causal, cross, inner], config.decoder_layers),
         memory,
-        parts.loss(case, _padding(case.tokens)),
+        parts.loss(case, padding(case.tokens)),
     ]
 
 
-def _padding(labels: int) -> int:
+def padding(labels: int) -> int:
     """Return `padding_of` of tasks/loss.py, which imports torch; a test compares the two."""
-    return -labels % (_LOSS_ROWS if labels > _LOSS_ROWS else _LOSS_ROWS // 4)
+    return -labels % (parts.LOSS_ROWS if labels > parts.LOSS_ROWS else parts.LOSS_ROWS // 4)
 
 
 def _layers(case: Case, sublayers: list[Sublayer], count: int) -> list[Sublayer]:
@@ -101,9 +99,9 @@ def _peak(steps: Sequence[Sublayer]) -> int:
     return best
 
 
-def _merged(terms: object) -> tuple[Term, ...]:
+def _merged(terms: Iterable[Term]) -> tuple[Term, ...]:
     merged: dict[str, Term] = {}
-    for term in terms:  # type: ignore[attr-defined]
+    for term in terms:
         old = merged.get(term.name)
         merged[term.name] = term if old is None else replace(old, num_bytes=old.num_bytes + term.num_bytes)
     return tuple(merged.values())

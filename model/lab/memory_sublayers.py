@@ -8,9 +8,9 @@ memory_terms.py. Tensors of the residual stream are float32, also in bf16.
 from __future__ import annotations
 
 from antiphon.model.config import ModelConfig
-from antiphon.model.lab.memory_terms import FLOAT, Case, Sublayer, Term
+from antiphon.model.lab.memory_terms import FLOAT, Case, Sublayer, Term, total
 
-_LOSS_ROWS = 512  # ROWS of tasks/loss.py, which imports torch; a test compares the two
+LOSS_ROWS = 512  # ROWS of tasks/loss.py, which imports torch; a test compares the two
 
 
 def _stream(case: Case) -> int:
@@ -41,10 +41,6 @@ def _tail(case: Case) -> tuple[Term, ...]:
     )
 
 
-def _sum(terms: tuple[Term, ...]) -> int:
-    return sum(term.num_bytes for term in terms)
-
-
 def _start(case: Case) -> int:
     """Return what lives beside the input of a sublayer's first product: the stream, where it is not that input."""
     is_pre = case.config.norm_placement == "pre"
@@ -60,15 +56,15 @@ def _sublayer(
     """
     first, last = weights
     kept = (_input(case), *own, *_tail(case), _narrow(case, first + last))
-    edge = _sum((_input(case), _narrow(case, first + last))) + _start(case)
+    edge = total((_input(case), _narrow(case, first + last))) + _start(case)
     update = case.element * case.config.d_model * case.tokens
-    after = _sum(kept) + _stream(case) * (1 + case.bf16) + 2 * update
-    unkept = _sum(_tail(case)) if case.config.norm_placement == "post" else _tail(case)[0].num_bytes
-    during = _sum(kept) - _sum(own) - unkept + backward + _stream(case) + FLOAT * last
+    after = total(kept) + _stream(case) * (1 + case.bf16) + 2 * update
+    unkept = total(_tail(case)) if case.config.norm_placement == "post" else _tail(case)[0].num_bytes
+    during = total(kept) - total(own) - unkept + backward + _stream(case) + FLOAT * last
     return Sublayer(
         kept=kept,
         forward=max(edge + forward, after),
-        backward=max(during, _sum(kept) + 2 * _stream(case)),
+        backward=max(during, total(kept) + 2 * _stream(case)),
         gradients=FLOAT * (first + last + 6 * case.config.d_model),
         pending=pending,
     )
@@ -91,8 +87,8 @@ def attention(case: Case, *, is_cross: bool, is_causal: bool) -> Sublayer:
             context,
             Term(name="row sums of fused attention", formula="4 H n", num_bytes=FLOAT * config.num_heads * case.tokens),
         )
-        forward = _sum(own) + 2 * pairs * (not is_causal)
-        return _sublayer(case, own, weights, forward=forward, backward=_sum(own) + 4 * heads, pending=pending)
+        forward = total(own) + 2 * pairs * (not is_causal)
+        return _sublayer(case, own, weights, forward=forward, backward=total(own) + 4 * heads, pending=pending)
     copied = 3 * heads if case.has_copies else made
     own = (
         Term(name="queries, keys, values", formula="3 e A n", num_bytes=copied),
@@ -140,7 +136,7 @@ def final_norm(case: Case) -> Sublayer:
     is_pre = case.config.norm_placement == "pre"
     kept = _tail(case)[1:] if is_pre else ()
     return Sublayer(
-        kept=kept, held=_stream(case), forward=_sum(kept) + _stream(case), backward=_sum(kept) + 2 * _stream(case)
+        kept=kept, held=_stream(case), forward=total(kept) + _stream(case), backward=total(kept) + 2 * _stream(case)
     )
 
 
@@ -160,8 +156,8 @@ def projected_memory(case: Case) -> Sublayer:
     return Sublayer(
         kept=kept,
         held=0 if is_saved else raw,
-        forward=_sum(kept) + (0 if is_saved else raw) + _stream(case),
-        backward=_sum(kept) + 2 * heads + 2 * _stream(case),
+        forward=total(kept) + (0 if is_saved else raw) + _stream(case),
+        backward=total(kept) + 2 * heads + 2 * _stream(case),
         gradients=FLOAT * weights * layers,
         pending=-raw,
     )
@@ -171,7 +167,7 @@ def loss(case: Case, padding: int) -> Sublayer:
     """Return the chunked loss. padding: rows that it adds, `padding_of` of tasks/loss.py."""
     config, element = case.config, case.element
     rows = case.tokens + padding
-    chunk = min(rows, _LOSS_ROWS) * config.vocab_size
+    chunk = min(rows, LOSS_ROWS) * config.vocab_size
     table = config.vocab_size * config.d_model
     hidden = element * rows * config.d_model
     kept = (
@@ -179,12 +175,12 @@ def loss(case: Case, padding: int) -> Sublayer:
         Term(name="loss: gradient of logits", formula="e V n", num_bytes=element * rows * config.vocab_size),
         _narrow(case, table),
     )
-    chunk_bytes = 10 if case.bf16 and rows > _LOSS_ROWS else 8
+    chunk_bytes = 10 if case.bf16 and rows > LOSS_ROWS else 8
     copies = 6 if case.bf16 else 8
     return Sublayer(
         kept=kept,
-        forward=_sum(kept) + chunk_bytes * chunk,
-        backward=_sum(kept) + copies * table + hidden,
+        forward=total(kept) + chunk_bytes * chunk,
+        backward=total(kept) + copies * table + hidden,
         gradients=FLOAT * table,
     )
 

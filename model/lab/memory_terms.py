@@ -6,6 +6,7 @@ feed-forward width, V vocabulary, L layers, P parameters; e bytes of an element 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -82,7 +83,20 @@ class Sublayer:
     @property
     def kept_bytes(self) -> int:
         """Sum of the kept terms."""
-        return sum(term.num_bytes for term in self.kept)
+        return total(self.kept)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prediction:
+    """Terms of one case, and the predicted peak in bytes."""
+
+    terms: tuple[Term, ...]
+    peak_bytes: int
+
+
+def total(terms: Iterable[Term]) -> int:
+    """Return the sum of the terms, in bytes."""
+    return sum(term.num_bytes for term in terms)
 
 
 def check_covered(config: ModelConfig) -> None:
