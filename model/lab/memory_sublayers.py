@@ -1,7 +1,7 @@
 """Memory of each sublayer in a training step, as this code's autograd saves it. Torch-free.
 
-The formulas follow transformer/layers.py, ops/attention.py and tasks/loss.py line by line. Autograd saves the input of a
-product, the input of a norm, the result of a softmax and of ReLU, and the noise of dropout. Letters as in
+The formulas follow transformer/layers.py, ops/attention.py and tasks/loss.py line by line. Autograd saves the input
+of a product, the input of a norm, the result of a softmax and of ReLU, and the noise of dropout. Letters as in
 memory_terms.py. Tensors of the residual stream are float32, also in bf16.
 """
 
@@ -78,7 +78,7 @@ def attention(case: Case, *, is_cross: bool, is_causal: bool) -> Sublayer:
     weights = (width if is_cross else 3 * width, width)
     made = heads if is_cross else 3 * heads  # by the first product
     context = Term(name="contexts", formula="e A n", num_bytes=heads)
-    pending = 2 * heads if is_cross else 0
+    pending = 2 * heads if is_cross and not _saves_projections(case) else 0
     if case.backend == "sdpa":
         mask = Term(name="masks", formula="e B T^2", num_bytes=0 if is_causal else case.element * pairs)
         own = (
@@ -140,6 +140,14 @@ def final_norm(case: Case) -> Sublayer:
     )
 
 
+def _saves_projections(case: Case) -> bool:
+    """Return whether the projected keys and values of the source are saved; if not, attention saves copies of them.
+
+    A layer's backward pass frees the saved ones and leaves gradients of the same size.
+    """
+    return case.backend == "sdpa" or not case.has_copies or case.checkpointing
+
+
 def projected_memory(case: Case) -> Sublayer:
     """Return keys and values of the source for every layer of the decoder, projected before the first one."""
     layers, heads = case.config.decoder_layers, _heads(case)
@@ -149,7 +157,7 @@ def projected_memory(case: Case) -> Sublayer:
         formula="4 M n; bf16: 2 M n L",
         num_bytes=_input(case).num_bytes * (layers if case.bf16 else 1),
     )
-    is_saved = case.backend == "sdpa" or not case.has_copies or case.checkpointing
+    is_saved = _saves_projections(case)
     raw = 2 * heads * layers
     keys = Term(name="keys, values of the source", formula="2 e A n L", num_bytes=raw if is_saved else 0)
     kept = (memory, keys, _narrow(case, weights * layers))
@@ -159,7 +167,7 @@ def projected_memory(case: Case) -> Sublayer:
         forward=total(kept) + (0 if is_saved else raw) + _stream(case),
         backward=total(kept) + 2 * heads + 2 * _stream(case),
         gradients=FLOAT * weights * layers,
-        pending=-raw,
+        pending=0 if is_saved else -raw,
     )
 
 
