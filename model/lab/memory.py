@@ -11,7 +11,6 @@ from itertools import product
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from antiphon.model.bundle.graph import GraphError
 from antiphon.model.bundle.manifest import Bundle, BundleError, load_bundle
@@ -59,7 +58,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the page; return 0, or 2 after an error, with one line on standard error."""
-    torch.set_num_threads(1)  # PyTorch's fused kernel needs a little memory for each thread
     try:
         _check(args)
         memory_bytes = parse_size(args.memory) if args.memory else None

@@ -48,7 +48,8 @@ def encoder_workspace(case: Case) -> int:
     inner = element * config.d_ff * tokens * (4 if config.gated else 2)
     update = element * config.d_model * tokens
     if case.backend == "sdpa":
-        attention = 4 * heads + (element + 1) * pairs
+        sums = FLOAT * config.num_heads * tokens
+        attention = 4 * heads + (element + 1) * pairs + sums + case.fused_scratch
     else:
         copies = heads if case.has_copies else 0
         attention = 3 * heads + max(2 * copies + case.matrix, 2 * case.matrix + pairs + max(pairs, copies + heads))
@@ -58,7 +59,7 @@ def encoder_workspace(case: Case) -> int:
 
 def _workspace_formula(case: Case) -> str:
     if case.backend == "sdpa":
-        return "4 M n + max(4 e A n + (e + 1) B T^2, (4 M + 2 e F + e M) n)"
+        return "4 M n + max((4 e A + 4 H) n + (e + 1) B T^2 + one block, (4 M + 2 e F + e M) n)"
     return "4 M n + max(5 e A n + (2 e H + 1) B T^2, (4 M + 2 e F + e M) n)"
 
 
@@ -88,6 +89,7 @@ def native(case: Case, precision: Precision, cache_element: int) -> Prediction:
     return Prediction(terms=terms, peak_bytes=total(terms))
 
 
+_DEPTH = 64  # inputs of an int8 weight are padded to this multiple, see export/weights/packing.py
 _WEIGHTS: dict[str, str] = {
     "float32": "4 P + positions",
     "int8": "products and embeddings + 8 an output + 4 others + positions",
@@ -106,9 +108,14 @@ def native_weights(config: ModelConfig, precision: Precision) -> int:
     width, heads = config.d_model, config.attention_width
     tables = 1 + (not config.tie_source_target) + (not config.tie_output)
     outputs = attentions * (3 * heads + width) + layers * (inner + width) + tables * config.vocab_size
-    products = attentions * 4 * width * heads + layers * width * (inner + config.d_ff)
-    integers = products + tables * config.vocab_size * width
-    return integers + 8 * outputs + FLOAT * (parameters - integers) + positions
+    sizes = (
+        (attentions * 3 * heads + layers * inner + tables * config.vocab_size, width),
+        (attentions * width, heads),
+        (layers * width, config.d_ff),
+    )
+    padded = sum(count * blocks_for(inputs, _DEPTH) * _DEPTH for count, inputs in sizes)
+    others = parameters - sum(count * inputs for count, inputs in sizes)
+    return padded + 8 * outputs + FLOAT * others + positions
 
 
 def native_workspace(case: Case, precision: Precision) -> Term:

@@ -6,7 +6,6 @@ which does not depend on other processes. Weights, optimiser state and tables ex
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterable
@@ -37,10 +36,17 @@ def available_bytes() -> int:
 
 
 def allocated_peak(run: Callable[[], object]) -> int:
-    """Return the largest number of bytes that `run` holds at once, beside what exists before it."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "5")
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        run()
+    """Return the largest number of bytes that `run` holds at once, beside what exists before it.
+
+    It runs on one thread, because some kernels have a buffer for each thread.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+            run()
+    finally:
+        torch.set_num_threads(threads)
     assert recorded.profiler is not None
     assert recorded.profiler.kineto_results is not None
     found = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]

@@ -87,8 +87,9 @@ def attention(case: Case, *, is_cross: bool, is_causal: bool) -> Sublayer:
             context,
             Term(name="row sums of fused attention", formula="4 H n", num_bytes=FLOAT * config.num_heads * case.tokens),
         )
-        forward = total(own) + 2 * pairs * (not is_causal)
-        return _sublayer(case, own, weights, forward=forward, backward=total(own) + 4 * heads, pending=pending)
+        forward = total(own) + pairs * (not is_causal) + case.fused_scratch
+        backward = total(own) + 4 * heads + case.fused_backward_scratch
+        return _sublayer(case, own, weights, forward=forward, backward=backward, pending=pending)
     copied = 3 * heads if case.has_copies else made
     own = (
         Term(name="queries, keys, values", formula="3 e A n", num_bytes=copied),

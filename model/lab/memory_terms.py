@@ -14,6 +14,7 @@ from antiphon.model.config import ModelConfig
 
 LabBackend = Literal["eager", "sdpa"]
 FLOAT = 4
+_FUSED_KEYS = 512  # keys in one block of PyTorch's fused kernel
 _COVERED_POSITIONS = ("sinusoidal", "learned", "none")
 
 
@@ -55,6 +56,23 @@ class Case:
     def matrix(self) -> int:
         """Bytes of one layer's attention matrices: e H B T^2."""
         return self.element * self.config.num_heads * self.tokens * self.length
+
+    @property
+    def fused_rows(self) -> int:
+        """Rows of queries in one block of PyTorch's fused kernel for CPUs (FlashAttentionKernel.cpp)."""
+        return 256 if self.length >= 768 else 64 if self.length >= 192 else 32
+
+    @property
+    def fused_scratch(self) -> int:
+        """Bytes of that kernel's buffer on one thread: scores of a block, their maxima and sums, and the result."""
+        keys = min(_FUSED_KEYS, self.length)
+        scores = self.fused_rows * keys
+        return FLOAT * (scores + self.fused_rows * (2 + self.config.resolved_head_dim)) + 2 * scores * self.bf16
+
+    @property
+    def fused_backward_scratch(self) -> int:
+        """Bytes of the buffer of its backward pass on one thread: scores of a block and their gradients."""
+        return 2 * FLOAT * self.fused_rows * min(_FUSED_KEYS, self.length)
 
     @property
     def has_copies(self) -> bool:

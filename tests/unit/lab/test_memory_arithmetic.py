@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -19,13 +19,14 @@ from antiphon.model.lab.memory_arithmetic import padding, training
 from antiphon.model.lab.memory_inference import native, native_weights, translation
 from antiphon.model.lab.memory_lengths import crossings, lecture_rows, longest, with_length
 from antiphon.model.lab.memory_sublayers import LOSS_ROWS
-from antiphon.model.lab.memory_terms import Case, UncoveredModelError, num_parameters
+from antiphon.model.lab.memory_terms import Case, LabBackend, Prediction, UncoveredModelError, num_parameters
 from antiphon.model.text.format import TextFormat
 from antiphon.model.training.tasks.loss import ROWS, padding_of
 from antiphon.model.transformer.random_model import random_transformer
 from antiphon.model.transformer.transformer import Transformer
 
 TOLERANCE = 0.1
+BACKENDS: tuple[LabBackend, ...] = ("eager", "sdpa")
 SHAPES: dict[str, dict[str, object]] = {
     "post-norm": dict(dropout=0.1),
     "pre-norm": dict(dropout=0.1, norm_placement="pre", vocab_size=2000),
@@ -34,16 +35,10 @@ SHAPES: dict[str, dict[str, object]] = {
     "untied": dict(tie_source_target=False, source_vocab_size=700, positions="learned", dropout=0.1),
     "wide heads": dict(head_dim=16, encoder_layers=1, decoder_layers=3, output_bias=True),
 }
-SIZES = ((1, 16), (3, 60), (16, 64), (1, 400))
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """PyTorch's fused attention has a buffer for each thread, which the formulas leave out."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+CELLS = (
+    *((name, 3, 60) for name in SHAPES),
+    *((name, batch, length) for name in ("post-norm", "pre-norm") for batch, length in ((1, 16), (16, 64), (1, 400))),
+)
 
 
 def case_of(name: str, batch: int, length: int) -> Case:
@@ -56,21 +51,19 @@ def test_parameters_are_those_of_the_model(name: str) -> None:
     assert num_parameters(config) == Transformer(config).num_parameters
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("name", SHAPES)
-def test_training_step_needs_the_predicted_memory(name: str, size: tuple[int, int]) -> None:
-    case = case_of(name, *size)
-    for backend, checkpointing, bf16 in product(("eager", "sdpa"), (False, True), (False, True)):
+@pytest.mark.parametrize(("name", "batch", "length"), CELLS)
+def test_training_step_needs_the_predicted_memory(name: str, batch: int, length: int) -> None:
+    case = case_of(name, batch, length)
+    for backend, checkpointing, bf16 in product(BACKENDS, (False, True), (False, True)):
         one = replace(case, backend=backend, checkpointing=checkpointing, bf16=bf16)
         measured = memory_measured.TrainingStep(one).peak_bytes()
         assert training(one).peak_bytes == pytest.approx(measured, rel=TOLERANCE), (backend, checkpointing, bf16)
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("name", SHAPES)
-def test_translation_needs_the_predicted_memory(name: str, size: tuple[int, int]) -> None:
-    case = case_of(name, *size)
-    for backend, bf16 in product(("eager", "sdpa"), (False, True)):
+@pytest.mark.parametrize(("name", "batch", "length"), CELLS)
+def test_translation_needs_the_predicted_memory(name: str, batch: int, length: int) -> None:
+    case = case_of(name, batch, length)
+    for backend, bf16 in product(BACKENDS, (False, True)):
         one = replace(case, backend=backend, bf16=bf16)
         measured = memory_measured.translation_peak(one)
         assert translation(one).peak_bytes == pytest.approx(measured, rel=TOLERANCE), (backend, bf16)
@@ -97,7 +90,9 @@ def test_native_graphs_need_the_predicted_memory(tmp_path: Path, norm_placement:
         bundle = Bundle(path=tmp_path, manifest=manifest)
         for batch, length in ((1, 16), (4, 64)):
             case = Case(config=config, batch=batch, length=length)
-            weights, blocks, workspace = native(case, chosen.precision, np.dtype(chosen.cache).itemsize).terms
+            weights, blocks, workspace = native(
+                case, chosen.precision, np.dtype(chosen.cache or "float16").itemsize
+            ).terms
             assert blocks.num_bytes == memory_measured.pool_bytes(bundle, case)
             peak = memory_measured.native_workspace_peak(bundle, case)
             assert workspace.num_bytes == pytest.approx(peak, rel=TOLERANCE)
@@ -130,8 +125,7 @@ def test_attention_crosses_the_feed_forward_layer_where_both_cost_the_same() -> 
 
 
 @pytest.mark.parametrize("predict", [training, translation])
-def test_longest_length_fits_and_the_next_one_does_not(predict: object) -> None:
-    assert callable(predict)
+def test_longest_length_fits_and_the_next_one_does_not(predict: Callable[[Case], Prediction]) -> None:
     case = Case(config=preset("base"), batch=2, length=1)
     length = longest(case, predict, 8 << 30)
     assert predict(with_length(case, length)).peak_bytes <= 8 << 30 < predict(with_length(case, length + 1)).peak_bytes
