@@ -24,6 +24,9 @@ def translation(case: Case) -> Prediction:
     narrow = _narrow_weights(config) if case.bf16 else (0, 0)
     caches = 2 * case.element * config.attention_width * case.tokens * config.decoder_layers
     workspace = encoder_workspace(case)
+    # The batched product copies keys, and then values, of the source, which are parts of one projection.
+    width = config.attention_width * case.has_copies + 2 * config.num_heads
+    copied = case.element * width * case.tokens
     terms = (
         Term(name="parameters", formula="4 P", num_bytes=weights),
         Term(name="tables of positions", formula="4 M rows", num_bytes=tables),
@@ -31,9 +34,10 @@ def translation(case: Case) -> Prediction:
         Term(name="cross-attention caches", formula="2 e A n L", num_bytes=caches),
         Term(name="self-attention caches, old and new", formula="4 e A n L", num_bytes=2 * caches),
         Term(name="encoder workspace", formula=_workspace_formula(case), num_bytes=workspace),
+        Term(name="copied keys of one layer", formula="e A n if B > 1, + 2 e H n", num_bytes=copied),
         Term(name="logits of one token", formula="e B V", num_bytes=case.element * case.batch * config.vocab_size),
     )
-    step = sum(narrow) + 3 * caches + terms[-1].num_bytes
+    step = sum(narrow) + 3 * caches + max(terms[-1].num_bytes, terms[-2].num_bytes)
     memory = FLOAT * config.d_model * case.tokens
     changing = max(narrow[0] + workspace, sum(narrow) + memory + caches, step)
     return Prediction(terms=terms, peak_bytes=weights + tables + changing)
