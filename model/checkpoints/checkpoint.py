@@ -126,7 +126,7 @@ def save_checkpoint(
 
 def load_checkpoint(path: Path) -> Checkpoint:
     """Read a checkpoint directory. Raises CheckpointError or TokenizerError naming the file."""
-    config = _read_config(path / "config.json")
+    config = read_config(path / "config.json")
     model = Transformer(config)
     load_weights(model, path / "model.safetensors")
     text = _read_optional(path / TEXT_NAME, TextFormat)
@@ -157,7 +157,8 @@ def _read_optional(path: Path, kind: type[Described]) -> Described | None:
         raise CheckpointError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
 
 
-def _read_config(path: Path) -> ModelConfig:
+def read_config(path: Path) -> ModelConfig:
+    """Read config.json of a checkpoint. Raises CheckpointError naming file and field."""
     try:
         described = json.loads(path.read_bytes())
         if described.get("version") != CHECKPOINT_VERSION:

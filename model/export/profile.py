@@ -164,7 +164,7 @@ def _measure_set(bundle: Bundle, graphs: GraphSet, grid: Grid, workspace: Worksp
     for rows, length in _progress(cells, _key(graphs)):
         refusals = workspace.stats().refusals
         try:
-            peak = measure_peak(encoder, workspace, _inputs(bundle.manifest.model, graphs, rows, length))
+            peak = measure_peak(encoder, workspace, encoder_inputs(bundle.manifest.model, graphs, rows, length))
         except GraphError:
             if workspace.stats().refusals == refusals:
                 raise
@@ -187,7 +187,7 @@ def measure_peak(encoder: Graph, workspace: Workspace, inputs: Mapping[str, NDAr
     return workspace.stats().peak_bytes - before
 
 
-def _inputs(config: ModelConfig, graphs: GraphSet, rows: int, length: int) -> dict[str, NDArray[Any]]:
+def encoder_inputs(config: ModelConfig, graphs: GraphSet, rows: int, length: int) -> dict[str, NDArray[Any]]:
     """Return `rows` sources of `length` tokens in the form that the graphs of this lowering need."""
     ids = np.full((rows, length), config.eos_id, np.int64)
     if graphs.lowering != "native":

@@ -235,6 +235,18 @@ sacreBLEU and chrF; --json prints one object per system""",
   antiphon profile BUNDLE                   measure, write the fit into the bundle and a plot next to it
   antiphon profile --random base --plot memory.png       every lowering of random weights, up to 4,096 tokens""",
     ),
+    "memory": Subcommand(
+        module="antiphon.model.lab.memory",
+        extra="server,train",
+        summary="calculate and measure a model's memory",
+        examples="""\
+  antiphon memory base --length 256 --batch 4 --train        a training step: each term with its formula, and measured
+  antiphon memory BUNDLE --length 128 --batch 16             a translation: PyTorch and the bundle's native graphs
+  antiphon memory big --length 8192 --train --memory 16GiB --no-measure      longest texts that fit
+  antiphon memory base --length 256 --batch 4 --train --time --json memory.json
+
+sizes are deterministic; times need an idle machine; see docs/MEMORY.md""",
+    ),
     "size": Subcommand(
         module="antiphon.service.tools.capacity.size",
         extra="server",
