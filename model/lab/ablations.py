@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from antiphon.model.checkpoints.checkpoint import load_checkpoint
+from antiphon.model.checkpoints.checkpoint import Checkpoint, load_checkpoint
 from antiphon.model.lab.data.toy_language import toy_language
 from antiphon.model.lab.experiment import Claim, Experiment, Results
 from antiphon.model.lab.pictures import bars
@@ -20,7 +20,7 @@ from antiphon.model.training.data.corpus import load_corpus
 from antiphon.model.training.recipe import DataConfig, Recipe, load_recipe
 
 BASELINE = "baseline"
-_STEPS = 1200
+STEPS = 1200
 _MODEL: dict[str, object] = dict(
     architecture="encoder-decoder", d_model=128, encoder_layers=2, decoder_layers=2, num_heads=4, d_ff=256, dropout=0.1,
     max_source_len=96, max_target_len=96,
@@ -96,11 +96,15 @@ def trials_of(setting: Setting, changes: Changes, steps: int) -> list[Trial]:
 
 def measure(trial: Trial, averaged: Path) -> Figures:
     """Return BLEU of greedy translations of the test part, and loss, entropies and gradient norm at the end."""
-    checkpoint = load_checkpoint(averaged)
+    return {"bleu": test_bleu(trial, load_checkpoint(averaged)), **last_record(averaged.parent)}
+
+
+def test_bleu(trial: Trial, checkpoint: Checkpoint) -> float:
+    """Return BLEU of greedy translations of the test part of a trial's data."""
     pairs = load_corpus(trial.recipe.data, trial.data).test
     is_tokenised = trial.recipe.data.preprocess == "moses-lower"
     answers = translations(checkpoint, [source for source, _ in pairs], max_new_tokens=64)
-    return {"bleu": bleu_of(answers, pairs, is_tokenised=is_tokenised), **last_record(averaged.parent)}
+    return bleu_of(answers, pairs, is_tokenised=is_tokenised)
 
 
 def last_record(run_folder: Path) -> Figures:
@@ -110,7 +114,7 @@ def last_record(run_folder: Path) -> Figures:
 
 
 def _trials(setting: Setting) -> list[Trial]:
-    return trials_of(setting, CHANGES, _STEPS)
+    return trials_of(setting, CHANGES, STEPS)
 
 
 def _claims(results: Results) -> Sequence[Claim]:

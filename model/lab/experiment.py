@@ -63,7 +63,7 @@ class Experiment:
     columns: figures of the table, with heading and number of decimals.
     claims: claims beside their measurements. draw: writes the picture.
     alone: figures that are measured after all trials while nothing else runs, from the averaged checkpoints of the
-        first seed by setting; None without any.
+        first seed by setting; tables of rows of figures by title. None without any.
     """
 
     name: str

@@ -126,6 +126,8 @@ def check_covered(config: ModelConfig) -> None:
         ("bias", config.bias, (True,)),
         ("activation_dropout", config.activation_dropout, (False,)),
         ("embedding_norm", config.embedding_norm, (False,)),
+        ("residual", config.residual, (True,)),
+        ("module_heads", config.module_heads, (None,)),
     ):
         if value not in covered:
             raise UncoveredModelError(

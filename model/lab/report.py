@@ -52,6 +52,7 @@ def _page(experiment: Experiment, results: Results, claims: Sequence[Claim], com
         "",
         *claim_table(claims),
         "",
+        *_tables_alone(results),
         f"    {command}",
         "",
         f"On {machine()}.",
@@ -67,6 +68,16 @@ def table(experiment: Experiment, results: Results) -> list[str]:
         cells = [_cell(results, name, figure, decimals) for figure, (_, decimals) in experiment.columns.items()]
         note = f" ({diverged} of {len(group)} diverged)" if diverged else ""
         lines.append(_row([f"{name}{note}", *cells]))
+    return lines
+
+
+def _tables_alone(results: Results) -> list[str]:
+    """Return the lines of the tables of figures that were measured alone, each with an empty line at the end."""
+    lines: list[str] = []
+    for title, rows in results.alone.items():
+        headings = list(next(iter(rows.values())))
+        body = [_row([name, *(f"{values[heading]:.4g}" for heading in headings)]) for name, values in rows.items()]
+        lines += [_row([title, *headings]), _row(["---"] * (1 + len(headings))), *body, ""]
     return lines
 
 

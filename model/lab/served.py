@@ -20,9 +20,20 @@ class ServeError(Exception):
 
 
 @contextmanager
-def served(bundle: Path) -> Iterator[Client]:
-    """Serve a bundle in float32 inside the context; yield a client. Raises ServeError if the server does not start."""
-    options = ("--port", "0", "--metrics-port", "0", "--precision", "float32", "--access-log", "errors")
+def served(bundle: Path, precision: str = "float32") -> Iterator[Client]:
+    """Serve a bundle on one thread inside the context; yield a client. Raises ServeError if the server does not start."""
+    options = (
+        "--port",
+        "0",
+        "--metrics-port",
+        "0",
+        "--threads",
+        "1",
+        "--precision",
+        precision,
+        "--access-log",
+        "errors",
+    )
     command = [sys.executable, "-m", "antiphon.cli", "serve", str(bundle), *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         try:

@@ -19,11 +19,13 @@ def empty_cache(model: Transformer, rows: int, capacity: int) -> list[KV]:
 
 
 @torch.no_grad()
-def greedy(model: Transformer, sources: Sequence[Sequence[int]], max_new_tokens: int) -> list[list[int]]:
+def greedy(
+    model: Transformer, sources: Sequence[Sequence[int]], max_new_tokens: int, *, ends: bool = True
+) -> list[list[int]]:
     """Decode sources (with end token, any lengths) as one batch, with the most likely token in each step.
 
     Returns the target ids of each source without begin and end tokens. At most max_new_tokens tokens are generated for
-    each source, the end token included.
+    each source, the end token included. ends: False gives the end token no effect.
     """
     config = model.config
     lens = torch.tensor([len(source) for source in sources], dtype=torch.int32)
@@ -33,11 +35,11 @@ def greedy(model: Transformer, sources: Sequence[Sequence[int]], max_new_tokens:
     for row, source in enumerate(sources):
         padded[row, : len(source)] = torch.tensor(source)
     cross_kv = model.project_memory(model.encode(padded, lens))
-    produced = _decode(model, cross_kv, lens, min(max_new_tokens, config.max_target_len))
-    return [_until_end(row.tolist(), config.eos_id) for row in produced]
+    produced = _decode(model, cross_kv, lens, min(max_new_tokens, config.max_target_len), ends=ends)
+    return [_until_end(row.tolist(), config.eos_id) if ends else row.tolist() for row in produced]
 
 
-def _decode(model: Transformer, cross_kv: Sequence[KV], lens: Tensor, limit: int) -> Tensor:
+def _decode(model: Transformer, cross_kv: Sequence[KV], lens: Tensor, limit: int, *, ends: bool) -> Tensor:
     rows = lens.shape[0]
     self_kv: Sequence[KV] = empty_cache(model, rows, limit)
     token = torch.full((rows, 1), model.config.bos_id)
@@ -49,7 +51,7 @@ def _decode(model: Transformer, cross_kv: Sequence[KV], lens: Tensor, limit: int
         token = model.logits(hidden).argmax(dim=-1)
         produced.append(token)
         ended |= token[:, 0] == model.config.eos_id
-        if ended.all():
+        if ends and ended.all():
             break
     return torch.cat(produced, dim=1)
 
