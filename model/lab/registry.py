@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from antiphon.model.lab.ablations import ABLATIONS
-from antiphon.model.lab.decoding import DECODING
-from antiphon.model.lab.depth import DEPTH
 from antiphon.model.lab.experiment import Experiment
-from antiphon.model.lab.heads import HEADS
-from antiphon.model.lab.length import LENGTH
+from antiphon.model.lab.experiments.ablations import ABLATIONS
+from antiphon.model.lab.experiments.decoding import DECODING
+from antiphon.model.lab.experiments.depth import DEPTH
+from antiphon.model.lab.experiments.heads import HEADS
+from antiphon.model.lab.experiments.length import LENGTH
 
 _ALL = (ABLATIONS, DEPTH, LENGTH, DECODING, HEADS)
 

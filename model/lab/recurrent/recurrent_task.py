@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -85,9 +85,15 @@ class RecurrentTask:
         return {}
 
 
-def recurrent_task(shape: Mapping[str, object]) -> Callable[[Recipe, RunFolders], RecurrentTask]:
-    """Return Trainer's `open_task` for an LSTM of this shape, see RecurrentTask."""
-    return lambda recipe, folders: RecurrentTask(recipe, folders, shape)
+@dataclass(frozen=True, slots=True)
+class OpenRecurrent:
+    """Trainer's `open_task` for an LSTM of this shape, see RecurrentTask; it can be sent to another process."""
+
+    shape: Mapping[str, object]
+
+    def __call__(self, recipe: Recipe, folders: RunFolders) -> RecurrentTask:
+        """Return the task of a recipe."""
+        return RecurrentTask(recipe, folders, self.shape)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

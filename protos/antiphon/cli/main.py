@@ -236,7 +236,7 @@ sacreBLEU and chrF; --json prints one object per system""",
   antiphon profile --random base --plot memory.png       every lowering of random weights, up to 4,096 tokens""",
     ),
     "memory": Subcommand(
-        module="antiphon.model.lab.memory",
+        module="antiphon.model.lab.memory.command",
         extra="server,train",
         summary="calculate and measure a model's memory",
         examples="""\

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from antiphon.model.lab.ablations import trials_of
+from antiphon.model.lab.experiments.ablations import trials_of
 from antiphon.model.lab.setting import Setting
 from antiphon.model.lab.trial import Trial
 

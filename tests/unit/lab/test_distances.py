@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from antiphon.model.lab.distances import gradient_by_distance
+from antiphon.model.lab.measures.distances import gradient_by_distance
 from antiphon.model.lab.recurrent.lstm import RecurrentModel
 from antiphon.model.lab.recurrent.recurrent_task import RecurrentTask
 from antiphon.model.training.data.translation_data import Batch, Example, collate

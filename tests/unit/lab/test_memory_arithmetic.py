@@ -14,12 +14,12 @@ import torch
 from antiphon.model.bundle.manifest import Bundle, Manifest, load_bundle
 from antiphon.model.config import ModelConfig, preset
 from antiphon.model.export.export import write_graphs
-from antiphon.model.lab import memory_measured
-from antiphon.model.lab.memory_arithmetic import padding, training
-from antiphon.model.lab.memory_inference import native, native_weights, translation
-from antiphon.model.lab.memory_lengths import crossings, lecture_rows, longest, with_length
-from antiphon.model.lab.memory_sublayers import LOSS_ROWS
-from antiphon.model.lab.memory_terms import Case, LabBackend, Prediction, UncoveredModelError, num_parameters
+from antiphon.model.lab.memory import measurement
+from antiphon.model.lab.memory.arithmetic import padding, training
+from antiphon.model.lab.memory.inference import native, native_weights, translation
+from antiphon.model.lab.memory.lengths import crossings, lecture_rows, longest, with_length
+from antiphon.model.lab.memory.sublayers import LOSS_ROWS
+from antiphon.model.lab.memory.terms import Case, LabBackend, Prediction, UncoveredModelError, num_parameters
 from antiphon.model.text.format import TextFormat
 from antiphon.model.training.tasks.loss import ROWS, padding_of
 from antiphon.model.transformer.random_model import random_transformer
@@ -56,7 +56,7 @@ def test_training_step_needs_the_predicted_memory(name: str, batch: int, length:
     case = case_of(name, batch, length)
     for backend, checkpointing, bf16 in product(BACKENDS, (False, True), (False, True)):
         one = replace(case, backend=backend, checkpointing=checkpointing, bf16=bf16)
-        measured = memory_measured.TrainingStep(one).peak_bytes()
+        measured = measurement.TrainingStep(one).peak_bytes()
         assert training(one).peak_bytes == pytest.approx(measured, rel=TOLERANCE), (backend, checkpointing, bf16)
 
 
@@ -65,7 +65,7 @@ def test_translation_needs_the_predicted_memory(name: str, batch: int, length: i
     case = case_of(name, batch, length)
     for backend, bf16 in product(BACKENDS, (False, True)):
         one = replace(case, backend=backend, bf16=bf16)
-        measured = memory_measured.translation_peak(one)
+        measured = measurement.translation_peak(one)
         assert translation(one).peak_bytes == pytest.approx(measured, rel=TOLERANCE), (backend, bf16)
 
 
@@ -76,7 +76,7 @@ def test_allocated_peak_counts_what_lives_at_once() -> None:
         del first
         torch.cat((second, second))
 
-    assert memory_measured.allocated_peak(run) == 12_000
+    assert measurement.allocated_peak(run) == 12_000
 
 
 @pytest.mark.parametrize("norm_placement", ["pre", "post"])
@@ -93,16 +93,16 @@ def test_native_graphs_need_the_predicted_memory(tmp_path: Path, norm_placement:
             weights, blocks, workspace = native(
                 case, chosen.precision, np.dtype(chosen.cache or "float16").itemsize
             ).terms
-            assert blocks.num_bytes == memory_measured.pool_bytes(bundle, case)
-            peak = memory_measured.native_workspace_peak(bundle, case)
+            assert blocks.num_bytes == measurement.pool_bytes(bundle, case)
+            peak = measurement.native_workspace_peak(bundle, case)
             assert workspace.num_bytes == pytest.approx(peak, rel=TOLERANCE)
-            assert weights.num_bytes == pytest.approx(memory_measured.weights_bytes(bundle), rel=TOLERANCE)
+            assert weights.num_bytes == pytest.approx(measurement.weights_bytes(bundle), rel=TOLERANCE)
 
 
 def test_shipped_bundle_has_the_predicted_weights() -> None:
     bundle = load_bundle(Path(__file__).parents[3] / "model" / "bundles" / "en-de")
     weights = native_weights(bundle.manifest.model, "int8")
-    assert weights == pytest.approx(memory_measured.weights_bytes(bundle), rel=0.01)
+    assert weights == pytest.approx(measurement.weights_bytes(bundle), rel=0.01)
 
 
 def test_rows_of_the_loss_are_those_of_the_code() -> None:

@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 from antiphon.model.config import preset
-from antiphon.model.lab import memory, memory_measured
+from antiphon.model.lab.memory import command
 
 BUNDLE = Path(__file__).parents[3] / "model" / "bundles" / "en-de"
 
 
 def run_memory(*flags: str) -> int:
     parser = argparse.ArgumentParser()
-    memory.add_arguments(parser)
-    return memory.run(parser.parse_args(flags))
+    command.add_arguments(parser)
+    return command.run(parser.parse_args(flags))
 
 
 def read(path: Path) -> dict[str, object]:
@@ -71,7 +71,7 @@ def test_page_of_a_checkpoint_equals_that_of_its_preset(tmp_path: Path) -> None:
 def test_page_is_not_measured_beyond_the_free_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(memory_measured, "available_bytes", lambda: 1 << 10)
+    monkeypatch.setattr(measured, "available_bytes", lambda: 1 << 10)
     assert run_memory("tiny", "--length", "16", "--json", str(tmp_path / "page.json")) == 0
     assert {row["measured_bytes"] for row in rows_of(tmp_path / "page.json")} == {None}
     assert "not measured" in capsys.readouterr().out
@@ -107,4 +107,4 @@ def test_directory_without_a_model_is_named(tmp_path: Path, capsys: pytest.Captu
 
 @pytest.mark.parametrize(("text", "size"), [("16GiB", 16 << 30), ("1.5 GB", 1_500_000_000), ("64MiB", 64 << 20)])
 def test_sizes_have_binary_and_decimal_units(text: str, size: int) -> None:
-    assert memory.parse_size(text) == size
+    assert command.parse_size(text) == size

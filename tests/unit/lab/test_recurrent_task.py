@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from antiphon.model.checkpoints.checkpoint import CheckpointError, load_weights, read_tensors
-from antiphon.model.lab.recurrent.recurrent_task import RecurrentTask, load_recurrent, recurrent_task
+from antiphon.model.lab.recurrent.recurrent_task import OpenRecurrent, RecurrentTask, load_recurrent
 from antiphon.model.training.recipe import RecipeError
 from antiphon.model.training.tasks.training_task import RunFolders
 from antiphon.model.training.tasks.translation_task import TranslationTask
@@ -18,7 +18,7 @@ torch.set_num_threads(1)  # arrays this small are slower with several threads
 
 
 def make_trainer(folder: Path, run: str, **train: object) -> Trainer:
-    return Trainer(small_recipe(folder, **train), folder, folder / run, ALONE, open_task=recurrent_task(SHAPE))
+    return Trainer(small_recipe(folder, **train), folder, folder / run, ALONE, open_task=OpenRecurrent(SHAPE))
 
 
 def test_batches_are_those_of_the_transformer(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_checkpoint_of_another_shape_is_refused(tmp_path: Path) -> None:
     averaged = make_trainer(tmp_path, "run", max_steps=1).run()
     assert averaged is not None
     other = Trainer(
-        small_recipe(tmp_path), tmp_path, tmp_path / "wide", ALONE, open_task=recurrent_task(SHAPE | {"d_model": 48})
+        small_recipe(tmp_path), tmp_path, tmp_path / "wide", ALONE, open_task=OpenRecurrent(SHAPE | {"d_model": 48})
     )
     with pytest.raises(CheckpointError, match=r"model\.safetensors: .* has shape"):
         load_weights(other.model, averaged / "model.safetensors")

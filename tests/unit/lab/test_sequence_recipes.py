@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from antiphon.model.lab.sequence_recipes import BUDGETS, OPEN_TASKS, sequence_recipe
+from antiphon.model.lab.recurrent.sequence_recipes import BUDGETS, OPEN_TASKS, sequence_recipe
 from antiphon.model.training.train import Trainer
 from tests.unit.lab.recurrent_models import ALONE, SIZES, made_dataset
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from antiphon.model.lab import trial as trials
-from antiphon.model.lab.ablations import measure
 from antiphon.model.lab.experiment import Experiment, run_trials
+from antiphon.model.lab.experiments.ablations import measure
 from antiphon.model.lab.trial import Figures, Folders, Trial, run_trial
 from tests.integration.process import environment
 from tests.unit.lab.settings import toy_setting, toy_trial

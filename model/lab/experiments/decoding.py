@@ -17,12 +17,20 @@ from antiphon.client import Client, Generation, Options
 from antiphon.model.checkpoints.checkpoint import load_checkpoint
 from antiphon.model.config import ModelConfig, preset
 from antiphon.model.export.export import export_bundle
-from antiphon.model.lab.ablations import BASELINE, CHANGES, STEPS, data_folder, measure, translation_data, trials_of
 from antiphon.model.lab.experiment import Claim, Experiment, Results
+from antiphon.model.lab.experiments.ablations import (
+    BASELINE,
+    CHANGES,
+    STEPS,
+    data_folder,
+    measure,
+    translation_data,
+    trials_of,
+)
+from antiphon.model.lab.measures.served import served
+from antiphon.model.lab.measures.translations import bleu_of
 from antiphon.model.lab.pictures import curves
-from antiphon.model.lab.served import served
 from antiphon.model.lab.setting import Setting
-from antiphon.model.lab.translations import bleu_of
 from antiphon.model.lab.trial import Figures, Trial
 from antiphon.model.training.data.corpus import load_corpus
 from antiphon.model.transformer.greedy import greedy

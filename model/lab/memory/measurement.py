@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 from antiphon.model.bundle.graph import Graph
 from antiphon.model.bundle.manifest import Bundle
 from antiphon.model.export.profile import encoder_inputs, measure_peak
-from antiphon.model.lab.memory_terms import Case
+from antiphon.model.lab.memory.terms import Case
 from antiphon.model.ops.workspace import Workspace
 from antiphon.model.training.data.translation_data import Batch
 from antiphon.model.training.recipe import TrainConfig

@@ -12,9 +12,9 @@ from pathlib import Path
 from antiphon.model.checkpoints.checkpoint import Checkpoint, load_checkpoint
 from antiphon.model.lab.data.toy_language import toy_language
 from antiphon.model.lab.experiment import Claim, Experiment, Results
+from antiphon.model.lab.measures.translations import bleu_of, translations
 from antiphon.model.lab.pictures import bars
 from antiphon.model.lab.setting import Setting
-from antiphon.model.lab.translations import bleu_of, translations
 from antiphon.model.lab.trial import Figures, Trial
 from antiphon.model.training.data.corpus import load_corpus
 from antiphon.model.training.recipe import DataConfig, Recipe, load_recipe

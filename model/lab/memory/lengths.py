@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from antiphon.model.config import ModelConfig
-from antiphon.model.lab.memory_terms import FLOAT, Case, Prediction
+from antiphon.model.lab.memory.terms import FLOAT, Case, Prediction
 
 LECTURE = ((8192, "256 MiB"), (32768, "4 GB"), (131072, "64 GB"))
 _LONGEST = 1 << 22

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from antiphon.model.lab.ablations import Changes, last_record, trials_of
 from antiphon.model.lab.experiment import Claim, Experiment, Results
+from antiphon.model.lab.experiments.ablations import Changes, last_record, trials_of
 from antiphon.model.lab.pictures import curve_points, curves
 from antiphon.model.lab.setting import Setting
 from antiphon.model.lab.trial import Figures, Trial

@@ -16,10 +16,10 @@ from antiphon.model.bundle.graph import GraphError
 from antiphon.model.bundle.manifest import Bundle, BundleError, load_bundle
 from antiphon.model.checkpoints.checkpoint import CheckpointError, read_config
 from antiphon.model.config import ModelConfig, preset
-from antiphon.model.lab import memory_arithmetic, memory_inference, memory_measured
-from antiphon.model.lab.memory_lengths import with_length
-from antiphon.model.lab.memory_page import Native, Page, Row, print_page
-from antiphon.model.lab.memory_terms import Case, LabBackend, Prediction, UncoveredModelError
+from antiphon.model.lab.memory import arithmetic, inference, measurement
+from antiphon.model.lab.memory.lengths import with_length
+from antiphon.model.lab.memory.page import Native, Page, Row, print_page
+from antiphon.model.lab.memory.terms import Case, LabBackend, Prediction, UncoveredModelError
 from antiphon.model.ops.workspace import WorkspaceError
 
 MAX_LENGTH = 1 << 20
@@ -83,9 +83,9 @@ def parse_size(text: str) -> int:
 
 def make_page(args: argparse.Namespace, subject: Subject, memory_bytes: int | None) -> Page:
     """Return the page of the parsed flags. Raises UncoveredModelError, GraphError or WorkspaceError."""
-    predict = memory_arithmetic.training if args.train else memory_inference.translation
+    predict = arithmetic.training if args.train else inference.translation
     cases = _cases(subject.config, args)
-    free = memory_measured.available_bytes()
+    free = measurement.available_bytes()
     rows = [_row(case, predict(case), args, free) for case in cases]
     native = _native(subject, cases[0], is_measured=not args.no_measure) if not args.train else None
     return Page(
@@ -140,8 +140,8 @@ def _row(case: Case, prediction: Prediction, args: argparse.Namespace, free_byte
     if args.no_measure or prediction.peak_bytes > free_bytes:
         return row
     if not args.train:
-        return replace(row, measured_bytes=memory_measured.translation_peak(case))
-    step = memory_measured.TrainingStep(case)
+        return replace(row, measured_bytes=measurement.translation_peak(case))
+    step = measurement.TrainingStep(case)
     row = replace(row, measured_bytes=step.peak_bytes())
     return replace(row, seconds=step.seconds(_TIMED_STEPS)) if args.time else row
 
@@ -157,12 +157,12 @@ def _native(subject: Subject, case: Case, *, is_measured: bool) -> Native | None
     if precision not in ("float32", "int8"):
         return None
     cache = np.dtype(graphs.cache if graphs and graphs.cache else "float16").itemsize
-    prediction = memory_inference.native(replace(case, config=subject.config), precision, cache)
+    prediction = inference.native(replace(case, config=subject.config), precision, cache)
     if bundle is None or not is_measured or case.length > bundle.manifest.model.max_source_len:
         return prediction, (None, None, None)
     measured = (
-        memory_measured.weights_bytes(bundle),
-        memory_measured.pool_bytes(bundle, case),
-        memory_measured.native_workspace_peak(bundle, case),
+        measurement.weights_bytes(bundle),
+        measurement.pool_bytes(bundle, case),
+        measurement.native_workspace_peak(bundle, case),
     )
     return prediction, measured

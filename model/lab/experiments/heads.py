@@ -12,10 +12,10 @@ from pathlib import Path
 
 from antiphon.model.checkpoints.checkpoint import Checkpoint, load_checkpoint, save_checkpoint, weights_of
 from antiphon.model.export.export import export_bundle
-from antiphon.model.lab.ablations import CHANGES, STEPS, data_folder, test_bleu, translation_data, trials_of
 from antiphon.model.lab.experiment import Claim, Experiment, Results
+from antiphon.model.lab.experiments.ablations import CHANGES, STEPS, data_folder, test_bleu, translation_data, trials_of
+from antiphon.model.lab.measures.served import served
 from antiphon.model.lab.pictures import curves
-from antiphon.model.lab.served import served
 from antiphon.model.lab.setting import Setting
 from antiphon.model.lab.trial import Figures, Trial
 from antiphon.model.training.data.corpus import load_corpus

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from antiphon.model.lab.data.datasets import Dataset
-from antiphon.model.lab.recurrent.recurrent_task import recurrent_task
+from antiphon.model.lab.recurrent.recurrent_task import OpenRecurrent
 from antiphon.model.training.recipe import Recipe
 from antiphon.model.training.tasks.training_task import RunFolders, TrainingTask
 from antiphon.model.training.train import open_task
@@ -78,5 +78,5 @@ def sequence_recipe(
 
 OpenTask = Callable[[Any, RunFolders], TrainingTask[Any]]
 
-OPEN_TASKS: Mapping[str, OpenTask] = {"transformer": open_task, "lstm": recurrent_task(LSTM)}
+OPEN_TASKS: Mapping[str, OpenTask] = {"transformer": open_task, "lstm": OpenRecurrent(LSTM)}
 """Trainer's `open_task` for each model."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
-from antiphon.model.lab.memory_lengths import crossings, lecture_rows, longest
-from antiphon.model.lab.memory_terms import Case, Prediction, Term
+from antiphon.model.lab.memory.lengths import crossings, lecture_rows, longest
+from antiphon.model.lab.memory.terms import Case, Prediction, Term
 
 Native = tuple[Prediction, tuple[int | None, ...]]
 """Terms of the native graphs, and the measured bytes of each term; None where it was not measured."""

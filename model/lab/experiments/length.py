@@ -16,12 +16,12 @@ from antiphon.model.checkpoints.lengths import with_lengths
 from antiphon.model.export.export import export_bundle
 from antiphon.model.lab.data.algorithms import Algorithm, Sizes, algorithm_dataset
 from antiphon.model.lab.data.datasets import Dataset
-from antiphon.model.lab.exact_match import exact_match
 from antiphon.model.lab.experiment import Claim, Experiment, Results
+from antiphon.model.lab.measures.exact_match import exact_match
+from antiphon.model.lab.measures.served import served
+from antiphon.model.lab.measures.teacher_forced import forced
 from antiphon.model.lab.pictures import Points, curves
-from antiphon.model.lab.served import served
 from antiphon.model.lab.setting import Setting
-from antiphon.model.lab.teacher_forced import forced
 from antiphon.model.lab.trial import Figures, Trial
 from antiphon.model.training.data.corpus import Pair
 from antiphon.model.training.recipe import Recipe

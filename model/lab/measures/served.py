@@ -21,7 +21,7 @@ class ServeError(Exception):
 
 @contextmanager
 def served(bundle: Path, precision: str = "float32") -> Iterator[Client]:
-    """Serve a bundle on one thread inside the context; yield a client. Raises ServeError if the server does not start."""
+    """Serve a bundle on one thread inside the context; yield a client. Raises ServeError if it does not start."""
     options = (
         "--port",
         "0",

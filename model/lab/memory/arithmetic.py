@@ -1,7 +1,7 @@
 """Memory arithmetic of one training step: terms with formulas, and the peak. Torch-free.
 
 A peak is the largest sum over time of what lives: weights and optimiser, what autograd keeps, and the working memory
-of the sublayer that runs. Letters as in memory_terms.py.
+of the sublayer that runs. Letters as in terms.py.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from antiphon.model.lab import memory_sublayers as parts
-from antiphon.model.lab.memory_terms import (
+from antiphon.model.lab.memory import sublayers as parts
+from antiphon.model.lab.memory.terms import (
     FLOAT,
     Case,
     Prediction,

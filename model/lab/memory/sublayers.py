@@ -2,13 +2,13 @@
 
 The formulas follow transformer/layers.py, ops/attention.py and tasks/loss.py line by line. Autograd saves the input
 of a product, the input of a norm, the result of a softmax and of ReLU, and the noise of dropout. Letters as in
-memory_terms.py. Tensors of the residual stream are float32, also in bf16.
+terms.py. Tensors of the residual stream are float32, also in bf16.
 """
 
 from __future__ import annotations
 
 from antiphon.model.config import ModelConfig
-from antiphon.model.lab.memory_terms import FLOAT, Case, Sublayer, Term, total
+from antiphon.model.lab.memory.terms import FLOAT, Case, Sublayer, Term, total
 
 LOSS_ROWS = 512  # ROWS of tasks/loss.py, which imports torch; a test compares the two
 

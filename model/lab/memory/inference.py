@@ -2,14 +2,14 @@
 
 PyTorch: a batch is encoded, and its last token is decoded with caches of T tokens (transformer/greedy.py). Its cached
 attention returns new caches, so that both copies live at the end of a step. The native graphs write in place.
-Letters as in memory_terms.py; Dp is D rounded up to 16.
+Letters as in terms.py; Dp is D rounded up to 16.
 """
 
 from __future__ import annotations
 
 from antiphon.model.bundle.manifest import Precision
 from antiphon.model.config import ModelConfig
-from antiphon.model.lab.memory_terms import FLOAT, Case, Prediction, Term, num_parameters, position_rows, total
+from antiphon.model.lab.memory.terms import FLOAT, Case, Prediction, Term, num_parameters, position_rows, total
 from antiphon.model.ops.cache_geometry import BLOCK_SIZE, blocks_for, padded_width
 
 _QUANTIZED_ROWS = 64  # rows that one thread quantises at a time: 2 kRowBlock of ops/native/product.cc

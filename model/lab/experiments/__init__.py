@@ -1,0 +1,1 @@
+"""The experiments of the laboratory, one file each."""

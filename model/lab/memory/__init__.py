@@ -1,0 +1,1 @@
+"""`antiphon memory`: arithmetic of memory beside its measurement."""
