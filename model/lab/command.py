@@ -64,6 +64,7 @@ def _chosen(names: list[str]) -> list[Experiment]:
 
 
 def _run(experiment: Experiment, setting: Setting, jobs: int) -> None:
+    """Run one experiment and print its page."""
     results = run_trials(experiment, setting, jobs)
     if experiment.alone is not None:
         runs = setting.folders(experiment.name).runs

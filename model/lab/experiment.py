@@ -7,13 +7,14 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
 from antiphon.model.lab.setting import Setting
-from antiphon.model.lab.trial import Figures, Folders, Measure, Result, Trial, run_trial
+from antiphon.model.lab.trial import Figures, Result, Trial, run_trial
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +60,7 @@ class Results:
 class Experiment:
     """One experiment of the laboratory.
 
-    trials: training runs of a setting. measure: figures of a trained model.
+    trials: training runs of a setting. measure: figures of a trained model, from its averaged checkpoint.
     columns: figures of the table, with heading and number of decimals.
     claims: claims beside their measurements. draw: writes the picture.
     alone: figures that are measured after all trials while nothing else runs, from the averaged checkpoints of the
@@ -69,7 +70,7 @@ class Experiment:
     name: str
     question: str
     trials: Callable[[Setting], Sequence[Trial]]
-    measure: Measure
+    measure: Callable[[Setting, Trial, Path], Figures]
     columns: Mapping[str, tuple[str, int]]
     claims: Callable[[Results], Sequence[Claim]]
     draw: Callable[[Results, Path], None]
@@ -82,34 +83,31 @@ def run_trials(experiment: Experiment, setting: Setting, jobs: int) -> Results:
     The number of jobs does not change any result. All settings run with the first seed before the next seed.
     """
     trials = sorted(experiment.trials(setting), key=lambda trial: setting.seeds.index(trial.seed))
-    folders = setting.folders(experiment.name)
+    measure = partial(experiment.measure, setting)
+    run_one = partial(run_trial, folders=setting.folders(experiment.name), measure=measure)
     if jobs == 1:
         torch.set_num_threads(1)
-        finished = [run_trial(t, folders, experiment.measure) for t in _shown(trials, experiment.name)]
+        finished = [run_one(trial) for trial in tqdm(trials, desc=experiment.name, disable=None)]
     else:
-        finished = _run_in_processes(experiment, trials, folders, jobs)
+        finished = _run_in_processes(experiment.name, trials, run_one, jobs)
     grouped: dict[str, list[Result]] = {}
     for result in finished:
         grouped.setdefault(result.name, []).append(result)
     return Results(trials=grouped)
 
 
-def _run_in_processes(experiment: Experiment, trials: Sequence[Trial], folders: Folders, jobs: int) -> list[Result]:
+def _run_in_processes(
+    name: str, trials: Sequence[Trial], run_one: Callable[[Trial], Result], jobs: int
+) -> list[Result]:
     # Processes are spawned, because a fork of a process with threads of torch can hang.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        futures = {
-            pool.submit(run_trial, trial, folders, experiment.measure): index for index, trial in enumerate(trials)
-        }
+        futures = {pool.submit(run_one, trial): index for index, trial in enumerate(trials)}
         results: dict[int, Result] = {}
         try:
-            for future in tqdm(as_completed(futures), total=len(futures), desc=experiment.name, disable=None):
+            for future in tqdm(as_completed(futures), total=len(futures), desc=name, disable=None):
                 results[futures[future]] = future.result()
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
     return [results[index] for index in range(len(trials))]
-
-
-def _shown(trials: Sequence[Trial], name: str) -> tqdm[Trial]:
-    return tqdm(trials, desc=name, disable=None)

@@ -74,6 +74,10 @@ class Sizes:
         return 2 * LONGEST_FACTOR * self.max_len + 2
 
 
+TOY_SIZES = Sizes(max_len=10, train=200, valid=20, test=16)
+"""Sizes that show that an experiment works."""
+
+
 def algorithm_dataset(algorithm: Algorithm, folder: Path, sizes: Sizes, seed: int = 1) -> Dataset:
     """Write one task as files of a recipe into `folder`; the seed decides all examples.
 

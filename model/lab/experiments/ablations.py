@@ -94,7 +94,7 @@ def trials_of(setting: Setting, changes: Changes, steps: int) -> list[Trial]:
     ]
 
 
-def measure(trial: Trial, averaged: Path) -> Figures:
+def measure(setting: Setting, trial: Trial, averaged: Path) -> Figures:
     """Return BLEU of greedy translations of the test part, and loss, entropies and gradient norm at the end."""
     return {"bleu": test_bleu(trial, load_checkpoint(averaged)), **last_record(averaged.parent)}
 

@@ -43,7 +43,7 @@ def _trials(setting: Setting) -> list[Trial]:
     return trials_of(setting, _changes(setting), _STEPS)
 
 
-def _measure(trial: Trial, averaged: Path) -> Figures:
+def _measure(setting: Setting, trial: Trial, averaged: Path) -> Figures:
     return last_record(averaged.parent)
 
 

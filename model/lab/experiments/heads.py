@@ -38,7 +38,7 @@ def _trials(setting: Setting) -> list[Trial]:
     return trials_of(setting, {_SETTING: CHANGES[_SETTING]}, STEPS)
 
 
-def _measure(trial: Trial, averaged: Path) -> Figures:
+def _measure(setting: Setting, trial: Trial, averaged: Path) -> Figures:
     """Return BLEU before pruning, and of every share before and after retraining."""
     whole = load_checkpoint(averaged)
     figures: Figures = {f"bleu {_WHOLE}": test_bleu(trial, whole)}

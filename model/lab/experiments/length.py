@@ -14,7 +14,7 @@ from pathlib import Path
 from antiphon.model.checkpoints.checkpoint import Checkpoint, load_checkpoint
 from antiphon.model.checkpoints.lengths import with_lengths
 from antiphon.model.export.export import export_bundle
-from antiphon.model.lab.data.algorithms import Algorithm, Sizes, algorithm_dataset
+from antiphon.model.lab.data.algorithms import TOY_SIZES, Algorithm, Sizes, algorithm_dataset
 from antiphon.model.lab.data.datasets import Dataset
 from antiphon.model.lab.experiment import Claim, Experiment, Results
 from antiphon.model.lab.measures.exact_match import exact_match
@@ -35,16 +35,16 @@ _SCORED = 8  # served scores of each length
 _SERVED, _DIFFERENCE = "served after export for the longest test", "largest difference of a score from PyTorch, nats"
 
 
-def _sizes(*, is_toy: bool) -> Sizes:
-    return Sizes(max_len=4, train=200, valid=20, test=16) if is_toy else Sizes(max_len=16, train=20_000, test=400)
+def _sizes(setting: Setting) -> Sizes:
+    return TOY_SIZES if setting.is_toy else Sizes(max_len=16, train=20_000, test=400)
 
 
-def _dataset(folder: Path, task: Algorithm, *, is_toy: bool) -> Dataset:
-    return algorithm_dataset(task, folder, _sizes(is_toy=is_toy))
+def _dataset(setting: Setting, task: Algorithm) -> Dataset:
+    return algorithm_dataset(task, setting.made_data, _sizes(setting))
 
 
 def _trials(setting: Setting) -> list[Trial]:
-    datasets = {task: _dataset(setting.made_data, task, is_toy=setting.is_toy) for task in TASKS}
+    datasets = {task: _dataset(setting, task) for task in TASKS}
     return [
         Trial(name=f"{task} {kind}", recipe=_recipe(setting, datasets[task], kind, seed), data=setting.made_data)
         for task in TASKS
@@ -54,7 +54,7 @@ def _trials(setting: Setting) -> list[Trial]:
 
 
 def _recipe(setting: Setting, dataset: Dataset, kind: str, seed: int) -> Recipe:
-    sizes = _sizes(is_toy=setting.is_toy)
+    sizes = _sizes(setting)
     # Learned positions need their table from the start; its rows beyond the training length are never trained.
     longest = sizes.longest_tokens if kind == "learned" else sizes.max_len + 2
     max_steps = setting.steps(_STEPS)
@@ -76,28 +76,27 @@ def _recipe(setting: Setting, dataset: Dataset, kind: str, seed: int) -> Recipe:
     )  # fmt: skip
 
 
-def _longer(averaged: Path) -> Checkpoint:
-    checkpoint = load_checkpoint(averaged)
+def _longer(setting: Setting, averaged: Path) -> Checkpoint:
+    """Return the trained model with lengths for the longest test."""
+    checkpoint, longest = load_checkpoint(averaged), _sizes(setting).longest_tokens
     if checkpoint.config.positions == "learned":
         return checkpoint
-    sizes = _sizes(is_toy=checkpoint.config.max_source_len < 16 + 2)
-    return with_lengths(checkpoint, max_source_len=sizes.longest_tokens, max_target_len=sizes.longest_tokens)
+    return with_lengths(checkpoint, max_source_len=longest, max_target_len=longest)
 
 
-def _tests(averaged: Path, trial_name: str, folder: Path) -> dict[float, Sequence[Pair]]:
-    """Return test pairs by factor of the longest training length."""
-    is_toy = load_checkpoint(averaged).config.max_source_len < 16 + 2
-    task = TASKS[[trial_name.startswith(name) for name in TASKS].index(True)]
-    sizes, dataset = _sizes(is_toy=is_toy), _dataset(folder, task, is_toy=is_toy)
+def _tests(setting: Setting, name: str) -> dict[float, Sequence[Pair]]:
+    """Return the test pairs of a setting by factor of the longest training length."""
+    task = next(task for task in TASKS if name.startswith(task))
+    sizes, dataset = _sizes(setting), _dataset(setting, task)
     longest = [pair for pair in dataset.tests["in range"] if len(pair[0].split()) > sizes.max_len // 2]
     beyond = {factor: dataset.tests[f"length {int(factor * sizes.max_len)}"] for factor in FACTORS[1:]}
     return {1.0: longest, **beyond}
 
 
-def _measure(trial: Trial, averaged: Path) -> Figures:
-    checkpoint = _longer(averaged)
+def _measure(setting: Setting, trial: Trial, averaged: Path) -> Figures:
+    checkpoint = _longer(setting, averaged)
     figures: Figures = {}
-    for factor, pairs in _tests(averaged, trial.name, trial.data).items():
+    for factor, pairs in _tests(setting, trial.name).items():
         matched = exact_match(partial(greedy, checkpoint.model), checkpoint.tokenizer, pairs)
         best = [token for target in forced(checkpoint, pairs) for token in target.is_best]
         figures[f"exact {factor:g}"] = 100 * matched.overall.accuracy
@@ -109,14 +108,15 @@ def _serve(setting: Setting, trained: Mapping[str, Path]) -> Figures:
     """Export and serve the model of each setting; return the largest difference of any score."""
     found: dict[str, Figures] = {}
     for name, averaged in trained.items():
-        tests = _tests(averaged, name, setting.made_data)
+        tests = _tests(setting, name)
         scored = [pair for pairs in tests.values() for pair in pairs[:_SCORED]]
-        found[name] = {_DIFFERENCE: _largest_difference(averaged, scored)}
+        found[name] = {
+            _DIFFERENCE: _largest_difference(_longer(setting, averaged), averaged.with_name("bundle"), scored)
+        }
     return {_SERVED: found}
 
 
-def _largest_difference(averaged: Path, pairs: Sequence[Pair]) -> float:
-    checkpoint, bundle = _longer(averaged), averaged.with_name("bundle")
+def _largest_difference(checkpoint: Checkpoint, bundle: Path, pairs: Sequence[Pair]) -> float:
     export_bundle(checkpoint, bundle, precisions=("float32",), explain=False, overwrite=True)
     expected = [sum(target.logprobs) for target in forced(checkpoint, pairs)]
     with served(bundle) as client:

@@ -170,7 +170,7 @@ after an interruption, the same command resumes from the last checkpoint; export
     ),
     "lab": Subcommand(
         module="antiphon.model.lab.command",
-        extra="train",
+        extra="server,train",
         summary="run the experiments of the laboratory",
         examples="""\
   antiphon lab ablations --data DATA        trains small models; writes table, picture and JSON to runs/lab

@@ -7,21 +7,21 @@ from pathlib import Path
 
 import pytest
 
-from antiphon.model.lab.experiment import run_trials
+from antiphon.cli.main import main
 from antiphon.model.lab.registry import EXPERIMENTS
-from antiphon.model.lab.report import write_report
 from tests.unit.lab.settings import toy_setting
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
-def test_experiment_runs_at_toy_size(name: str, tmp_path: Path) -> None:
-    experiment, setting = EXPERIMENTS[name], toy_setting(tmp_path)
-    results = run_trials(experiment, setting, jobs=1)
-    page = write_report(experiment, results, setting, f"antiphon lab {name}").read_text()
+def test_experiment_runs_at_toy_size(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    experiment = EXPERIMENTS[name]
+    assert main(["lab", name, "--scale", "toy", "--seeds", "1", "--jobs", "1", "--output", str(tmp_path)]) == 0
+    page = capsys.readouterr().out
     assert experiment.question in page
+    assert page.startswith((tmp_path / f"{name}.md").read_text())
     assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     found = json.loads((tmp_path / f"{name}.json").read_text())
-    assert len(found["trials"]) == len(experiment.trials(setting)) > 0
+    assert len(found["trials"]) == len(experiment.trials(toy_setting(tmp_path))) > 0
     shown = {figure for figure in experiment.columns for trial in found["trials"] if figure in trial["figures"]}
     assert shown == set(experiment.columns), "every column has a value in some row"
     assert all(claim["source"] and claim["measured"] for claim in found["claims"])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from antiphon.model.config import preset
-from antiphon.model.lab.memory import command
+from antiphon.model.lab.memory import command, measurement
 
 BUNDLE = Path(__file__).parents[3] / "model" / "bundles" / "en-de"
 
@@ -71,7 +71,7 @@ def test_page_of_a_checkpoint_equals_that_of_its_preset(tmp_path: Path) -> None:
 def test_page_is_not_measured_beyond_the_free_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(measured, "available_bytes", lambda: 1 << 10)
+    monkeypatch.setattr(measurement, "available_bytes", lambda: 1 << 10)
     assert run_memory("tiny", "--length", "16", "--json", str(tmp_path / "page.json")) == 0
     assert {row["measured_bytes"] for row in rows_of(tmp_path / "page.json")} == {None}
     assert "not measured" in capsys.readouterr().out

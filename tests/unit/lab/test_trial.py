@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 from antiphon.model.lab import trial as trials
 from antiphon.model.lab.experiment import Experiment, run_trials
 from antiphon.model.lab.experiments.ablations import measure
+from antiphon.model.lab.setting import Setting
 from antiphon.model.lab.trial import Figures, Folders, Trial, run_trial
 from tests.integration.process import environment
 from tests.unit.lab.settings import toy_setting, toy_trial
@@ -26,7 +28,7 @@ def folders(output: Path) -> Folders:
     return toy_setting(output).folders("example")
 
 
-def parameters(trial: Trial, averaged: Path) -> Figures:
+def parameters(setting: Setting, trial: Trial, averaged: Path) -> Figures:
     from antiphon.model.checkpoints.checkpoint import read_tensors
 
     weights = read_tensors(averaged / "model.safetensors")
@@ -42,9 +44,9 @@ def experiment(name: str, *own: Trial) -> Experiment:
 
 def test_finished_trial_is_not_trained_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trial = toy_trial(tmp_path)
-    first = run_trial(trial, folders(tmp_path), measure)
+    first = run_trial(trial, folders(tmp_path), partial(measure, toy_setting(tmp_path)))
     monkeypatch.setattr(trials, "Trainer", None)
-    assert run_trial(trial, folders(tmp_path), measure) == first
+    assert run_trial(trial, folders(tmp_path), partial(measure, toy_setting(tmp_path))) == first
     assert first.diverged is None
     assert [record["step"] for record in first.curve] == [6, 12]
     assert not (tmp_path / "runs" / trial.key / "checkpoints").exists(), "checkpoints of finished trials fill the disk"
@@ -52,12 +54,13 @@ def test_finished_trial_is_not_trained_again(tmp_path: Path, monkeypatch: pytest
 
 KILLED = """
 import os, signal, sys
+from functools import partial
 from pathlib import Path
 import torch
 torch.set_num_threads(1)
 from antiphon.model.lab.trial import run_trial
 from antiphon.model.training.train import Trainer
-from tests.unit.lab.settings import toy_trial
+from tests.unit.lab.settings import toy_setting, toy_trial
 from tests.unit.lab.test_trial import folders, parameters
 
 folder = Path(sys.argv[1])
@@ -68,7 +71,7 @@ def killed(trainer, batch):
     return step(trainer, batch)
 Trainer.train_step = killed
 trial = toy_trial(folder)
-run_trial(trial, folders(folder), parameters)
+run_trial(trial, folders(folder), partial(parameters, toy_setting(folder)))
 """
 
 
@@ -80,9 +83,9 @@ def test_trial_that_was_killed_gives_the_result_of_an_uninterrupted_one(tmp_path
     assert ended.returncode == -signal.SIGKILL
     trial = toy_trial(killed)
     assert (killed / "runs" / trial.key / "checkpoints").is_dir(), "it must have been killed after its first checkpoint"
-    resumed = run_trial(trial, folders(killed), parameters)
+    resumed = run_trial(trial, folders(killed), partial(parameters, toy_setting(killed)))
     whole = toy_trial(tmp_path / "whole")
-    uninterrupted = run_trial(whole, folders(tmp_path / "whole"), parameters)
+    uninterrupted = run_trial(whole, folders(tmp_path / "whole"), partial(parameters, toy_setting(tmp_path)))
     assert resumed.figures == uninterrupted.figures
     assert resumed.curve == uninterrupted.curve
 
@@ -101,7 +104,7 @@ def test_results_depend_on_the_seed_and_not_on_the_number_of_jobs(tmp_path: Path
 
 def test_trial_whose_loss_is_not_finite_has_a_message_and_no_figures(tmp_path: Path) -> None:
     trial = toy_trial(tmp_path, peak_lr=1e30, warmup_steps=1)
-    result = run_trial(trial, folders(tmp_path), measure)
+    result = run_trial(trial, folders(tmp_path), partial(measure, toy_setting(tmp_path)))
     assert result.figures == {}
     assert result.diverged is not None
     assert "train.peak_lr" in result.diverged
