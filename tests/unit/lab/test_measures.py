@@ -1,0 +1,107 @@
+"""Measures of trained models: forced log-probabilities, recomputation, other lengths, BLEU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import sacrebleu
+import torch
+
+from antiphon.model.checkpoints.checkpoint import Checkpoint, CheckpointError, load_checkpoint
+from antiphon.model.checkpoints.lengths import with_lengths
+from antiphon.model.config import Positions
+from antiphon.model.lab.experiments.decoding import growth, recomputed
+from antiphon.model.lab.measures.teacher_forced import forced
+from antiphon.model.lab.measures.translations import bleu_of, translations
+from antiphon.model.lab.trial import train
+from antiphon.model.text.tokenizer import Tokenizer, byte_bpe_format
+from antiphon.model.training.data.corpus import load_corpus
+from antiphon.model.transformer.greedy import greedy
+from antiphon.model.transformer.random_model import random_transformer
+from antiphon.model.transformer.transformer import Transformer
+from tests.parity.exports import small_config
+from tests.unit.lab.settings import toy_trial
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Checkpoint, list[tuple[str, str]]]:
+    folder = tmp_path_factory.mktemp("trained")
+    trial = toy_trial(folder)
+    train(trial, folder / "run")
+    return load_checkpoint(folder / "run/averaged"), load_corpus(trial.recipe.data, trial.data).test
+
+
+def test_forced_log_probabilities_equal_those_of_each_pair_alone(
+    trained: tuple[Checkpoint, list[tuple[str, str]]],
+) -> None:
+    checkpoint, pairs = trained
+    tokenizer, model = checkpoint.tokenizer, checkpoint.model
+    for (source, target), found in zip(pairs, forced(checkpoint, pairs), strict=True):
+        labels = torch.tensor([*tokenizer.encode(target), tokenizer.eos_id])
+        inputs = torch.tensor([[tokenizer.bos_id, *labels[:-1].tolist()]])
+        with torch.no_grad():
+            logits = model(torch.tensor([[*tokenizer.encode(source), tokenizer.eos_id]]), inputs)[0]
+        expected = logits.log_softmax(dim=1)[range(len(labels)), labels]
+        torch.testing.assert_close(torch.tensor(found.logprobs), expected, atol=1e-4, rtol=0)
+        assert found.is_best == (logits.argmax(dim=1) == labels).tolist()
+
+
+def test_translations_keep_the_order_of_their_sources(trained: tuple[Checkpoint, list[tuple[str, str]]]) -> None:
+    checkpoint, pairs = trained
+    sources = [source for source, _ in pairs]
+    together = translations(checkpoint, sources, max_new_tokens=12)
+    assert together == [translations(checkpoint, [source], max_new_tokens=12)[0] for source in sources]
+
+
+def test_bleu_is_that_of_sacrebleu() -> None:
+    pairs = [("a", "the cat sat on the mat today"), ("b", "a bird sings in the green tree")]
+    answers = ["the cat sat on a mat today", "a bird sings in the tree"]
+    references = [[target for _, target in pairs]]
+    assert bleu_of(answers, pairs, is_tokenised=False) == sacrebleu.corpus_bleu(answers, references).score
+
+
+@pytest.mark.parametrize("positions", ["sinusoidal", "rope", "t5_relative", "alibi", "none"])
+def test_model_with_other_lengths_computes_the_same_and_takes_longer_texts(
+    positions: Positions, tmp_path: Path
+) -> None:
+    model = random_transformer(small_config(positions=positions, max_source_len=16, max_target_len=16))
+    checkpoint = _checkpoint(model, tmp_path)
+    longer = with_lengths(checkpoint, max_source_len=64, max_target_len=48)
+    source, target = torch.randint(4, 90, (2, 16)), torch.randint(4, 90, (2, 16))
+    torch.testing.assert_close(longer.model(source, target), model(source, target), atol=0, rtol=0)
+    assert longer.model(torch.randint(4, 90, (1, 64)), torch.randint(4, 90, (1, 48))).isfinite().all()
+    assert (longer.config.max_source_len, longer.config.max_target_len) == (64, 48)
+
+
+def test_learned_positions_can_only_become_fewer(tmp_path: Path) -> None:
+    model = random_transformer(small_config(positions="learned", max_source_len=16, max_target_len=16))
+    checkpoint = _checkpoint(model, tmp_path)
+    with pytest.raises(CheckpointError, match="max_source_len=17 is above 16: learned positions have no vectors"):
+        with_lengths(checkpoint, max_source_len=17)
+    with pytest.raises(CheckpointError, match="max_target_len: Input should be greater than or equal to 1"):
+        with_lengths(checkpoint, max_target_len=0)
+    shorter = with_lengths(checkpoint, max_source_len=8)
+    ids = torch.randint(4, 90, (1, 8))
+    torch.testing.assert_close(shorter.model.encode(ids), model.encode(ids), atol=0, rtol=0)
+
+
+def _checkpoint(model: Transformer, folder: Path) -> Checkpoint:
+    tokenizer = Tokenizer.train(["some words"], 300)
+    text = byte_bpe_format(tokenizer)
+    return Checkpoint(
+        config=model.config, model=model, tokenizer=tokenizer, text=text, text_folder=folder, provenance=None
+    )
+
+
+def test_recomputation_gives_the_tokens_of_decoding_with_a_cache() -> None:
+    model = random_transformer(small_config())
+    source = [5, 9, 17, 30, 2]
+    assert recomputed(model, source, 12) == greedy(model, [source], 12, ends=False)[0]
+
+
+def test_growth_is_the_exponent_of_a_power_law() -> None:
+    points = {str(length): {"s": 3e-4 * length**1.7} for length in (16, 32, 64, 128, 256)}
+    assert growth(points, "s") == pytest.approx(1.7)
