@@ -16,15 +16,17 @@ _STEPS = {"transformer": 2000, "lstm": 1200}
 _IN_RANGE = "in range"
 
 
-def _sizes(setting: Setting) -> Sizes:
+def sizes_of(setting: Setting) -> Sizes:
+    """Return the sizes of the tasks."""
     return TOY_SIZES if setting.is_toy else Sizes()
 
 
-def _trials(setting: Setting) -> list[Trial]:
-    longest = _sizes(setting).longest_tokens
+def trials(setting: Setting) -> list[Trial]:
+    """Return the trials of both models on every task; on two of them at toy size."""
+    longest = sizes_of(setting).longest_tokens
     found: list[Trial] = []
     for task in ALGORITHMS[:2] if setting.is_toy else ALGORITHMS:
-        dataset = algorithm_dataset(task, setting.made_data, _sizes(setting))
+        dataset = algorithm_dataset(task, setting.made_data, sizes_of(setting))
         found += trials_on(setting, task, dataset, (longest, longest), _STEPS)
     return found
 
@@ -32,7 +34,7 @@ def _trials(setting: Setting) -> list[Trial]:
 def _measure(setting: Setting, trial: Trial, averaged: Path) -> Figures:
     """Return exact match in range, and at factors of the longest training length."""
     task: Algorithm = next(task for task in ALGORITHMS if trial.name.startswith(task))
-    sizes = _sizes(setting)
+    sizes = sizes_of(setting)
     dataset = algorithm_dataset(task, setting.made_data, sizes)
     tests = {_renamed(name, sizes): pairs for name, pairs in dataset.tests.items() if pairs}
     return exact_figures(trial, averaged, tests)
@@ -79,7 +81,7 @@ def _draw(results: Results, target: Path) -> None:
 ALGORITHMIC = Experiment(
     name="algorithms",
     question="Which algorithms do attention and recurrence learn, and do they still work on longer inputs?",
-    trials=_trials,
+    trials=trials,
     measure=_measure,
     columns={part: (f"{part}, %", 1) for part in (_IN_RANGE, "1.5 times", "2 times", "4 times")},
     claims=_claims,

@@ -10,7 +10,6 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from antiphon.client import Client, Generation, Options
@@ -27,6 +26,7 @@ from antiphon.model.lab.experiments.ablations import (
     translation_data,
     trials_of,
 )
+from antiphon.model.lab.measures.growth import growth
 from antiphon.model.lab.measures.served import served
 from antiphon.model.lab.measures.translations import bleu_of
 from antiphon.model.lab.pictures import curves
@@ -113,14 +113,6 @@ def _search(setting: Setting, averaged: Path) -> dict[str, Figures]:
 def _translate(client: Client, sources: Sequence[str], options: Options) -> list[str]:
     answers = client.generate_many(sources, options, concurrency=16)
     return [answer.text if isinstance(answer, Generation) else "" for answer in answers]
-
-
-def growth(points: Mapping[str, Figures], figure: str) -> float:
-    """Return the exponent of a figure's growth with length over the longer half of the lengths."""
-    lengths = sorted(map(int, points))
-    chosen = lengths[len(lengths) // 2 :] if len(lengths) > 3 else lengths
-    values = [points[str(length)][figure] for length in chosen]
-    return float(np.polyfit(np.log(chosen), np.log(values), 1)[0])
 
 
 def _claims(results: Results) -> Sequence[Claim]:

@@ -11,7 +11,8 @@ import torch
 from antiphon.model.checkpoints.checkpoint import Checkpoint, CheckpointError, load_checkpoint
 from antiphon.model.checkpoints.lengths import with_lengths
 from antiphon.model.config import Positions
-from antiphon.model.lab.experiments.decoding import growth, recomputed
+from antiphon.model.lab.experiments.decoding import recomputed
+from antiphon.model.lab.measures.growth import growth
 from antiphon.model.lab.measures.teacher_forced import forced
 from antiphon.model.lab.measures.translations import bleu_of, translations
 from antiphon.model.lab.trial import train

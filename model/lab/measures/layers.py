@@ -1,0 +1,112 @@
+"""One layer of self-attention and one of an LSTM over the same states, and what they take by length.
+
+Vaswani et al. 2017, table 1: operations, operations that must follow each other, and length of the path between two
+positions; and time and memory of a forward and backward pass.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from antiphon.model.config import preset
+from antiphon.model.lab.measures.autograd_paths import longest_chain, shortest_path
+from antiphon.model.lab.memory.measurement import allocated_peak
+from antiphon.model.ops.attention import Backend
+from antiphon.model.transformer.layers import SelfAttention
+
+WIDTH = 128
+Layer = Callable[[Tensor], Tensor]
+"""Maps states [1, T, M] to states [1, T, M]."""
+
+
+def attention_layer(backend: Backend = "eager") -> Layer:
+    """Return self-attention of width WIDTH with 4 heads and random weights."""
+    module = SelfAttention(preset("tiny", d_model=WIDTH, num_heads=4), 4, causal=False, backend=backend)
+    return lambda states: module(states, torch.arange(states.shape[1])[None], None, None)
+
+
+def recurrent_layer() -> Layer:
+    """Return an LSTM of width WIDTH as PyTorch computes it."""
+    module = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+    return lambda states: module(states)[0]
+
+
+def stepwise_layer() -> Callable[[Sequence[Tensor]], list[Tensor]]:
+    """Return an LSTM of width WIDTH as a loop over tokens [1, M], so that each step has operations of its own."""
+    cell = nn.LSTMCell(WIDTH, WIDTH)
+
+    def run(tokens: Sequence[Tensor]) -> list[Tensor]:
+        hidden = memory = torch.zeros(1, WIDTH)
+        outputs = []
+        for token in tokens:
+            hidden, memory = cell(token, (hidden, memory))
+            outputs.append(hidden)
+        return outputs
+
+    return run
+
+
+LAYERS: Mapping[str, Callable[[], Layer]] = {
+    "attention, eager": attention_layer,
+    "attention, fused": partial(attention_layer, "sdpa"),
+    "LSTM": recurrent_layer,
+}
+
+
+def operations(name: str, length: int) -> int:
+    """Return the floating-point operations of matrix products in a forward pass of a layer over `length` states."""
+    states = torch.randn(1, length, WIDTH)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        # The counter does not know PyTorch's LSTM operator, so the loop is counted in its place.
+        stepwise_layer()(states.unbind(1)) if name == "LSTM" else LAYERS[name]()(states)
+    return int(counter.get_total_flops())
+
+
+def paths(name: str, length: int) -> tuple[int, int]:
+    """Return the longest chain of operations, and the shortest path from the first input to the last output."""
+    tokens = [torch.randn(1, WIDTH, requires_grad=True) for _ in range(length)]
+    last = stepwise_layer()(tokens)[-1] if name == "LSTM" else LAYERS[name]()(torch.stack(tokens, dim=1))[:, -1]
+    return longest_chain(last.sum()), shortest_path(last.sum(), tokens[0])
+
+
+def seconds(layer: Layer, length: int) -> float:
+    """Return the seconds of one forward and backward pass over `length` states."""
+    states = torch.randn(1, length, WIDTH, requires_grad=True)
+    started_s = time.perf_counter()
+    layer(states).sum().backward()  # type: ignore[no-untyped-call]
+    return time.perf_counter() - started_s
+
+
+def peak_bytes(layer: Layer, length: int) -> int:
+    """Return the peak of allocated bytes of one forward and backward pass, beside the states themselves."""
+    states = torch.randn(1, length, WIDTH, requires_grad=True)
+    return allocated_peak(lambda: layer(states).sum().backward())  # type: ignore[no-untyped-call]
+
+
+def costs(length: int, num_runs: int) -> dict[str, float]:
+    """Return Mflop, MB and the median of ms of every layer, named "LAYER, UNIT"."""
+    found: dict[str, float] = {}
+    made = {name: make() for name, make in LAYERS.items()}
+    for name, layer in made.items():
+        found[f"{name}, Mflop"] = operations(name, length) / 1e6
+        found[f"{name}, MB"] = peak_bytes(layer, length) / 1e6
+    times: dict[str, list[float]] = {name: [] for name in made}
+    for _ in range(num_runs):  # alternating, so that a slow moment of the machine meets every layer
+        for name, layer in made.items():
+            times[name].append(seconds(layer, length))
+    return found | {f"{name}, ms": 1e3 * statistics.median(values) for name, values in times.items()}
+
+
+def distances(length: int) -> dict[str, float]:
+    """Return the results of `paths` for both kinds, named "LAYER, in sequence" and "LAYER, first to last"."""
+    found: dict[str, float] = {}
+    for name, layer in (("attention", "attention, eager"), ("LSTM", "LSTM")):
+        found[f"{name}, in sequence"], found[f"{name}, first to last"] = paths(layer, length)
+    return found
