@@ -6,17 +6,16 @@ positions; and time and memory of a forward and backward pass.
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from antiphon.model.config import preset
 from antiphon.model.lab.measures.autograd_paths import longest_chain, shortest_path
+from antiphon.model.lab.measures.times import median_seconds
 from antiphon.model.lab.memory.measurement import allocated_peak
 from antiphon.model.ops.attention import Backend
 from antiphon.model.transformer.layers import SelfAttention
@@ -55,15 +54,24 @@ def stepwise_layer() -> Callable[[Sequence[Tensor]], list[Tensor]]:
 
 LAYERS: Mapping[str, Callable[[], Layer]] = {
     "attention, eager": attention_layer,
-    "attention, fused": partial(attention_layer, "sdpa"),
+    "attention, sdpa": partial(attention_layer, "sdpa"),
     "LSTM": recurrent_layer,
 }
+
+
+def _sdpa_operations(query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: object, **__: object) -> int:
+    found: int = sdpa_flop_count(query, key, value)  # type: ignore[no-untyped-call]
+    return found
+
+
+# The counter knows PyTorch's fused kernels for GPUs only, and counts those that it does not know as 0.
+_FUSED_KERNELS = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _sdpa_operations}
 
 
 def operations(name: str, length: int) -> int:
     """Return the floating-point operations of matrix products in a forward pass of a layer over `length` states."""
     states = torch.randn(1, length, WIDTH)
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
+    with FlopCounterMode(display=False, custom_mapping=_FUSED_KERNELS) as counter, torch.no_grad():
         # The counter does not know PyTorch's LSTM operator, so the loop is counted in its place.
         stepwise_layer()(states.unbind(1)) if name == "LSTM" else LAYERS[name]()(states)
     return int(counter.get_total_flops())
@@ -76,18 +84,15 @@ def paths(name: str, length: int) -> tuple[int, int]:
     return longest_chain(last.sum()), shortest_path(last.sum(), tokens[0])
 
 
-def seconds(layer: Layer, length: int) -> float:
-    """Return the seconds of one forward and backward pass over `length` states."""
+def step_of(layer: Layer, length: int) -> Callable[[], None]:
+    """Return a forward and backward pass over `length` random states."""
     states = torch.randn(1, length, WIDTH, requires_grad=True)
-    started_s = time.perf_counter()
-    layer(states).sum().backward()  # type: ignore[no-untyped-call]
-    return time.perf_counter() - started_s
+    return lambda: layer(states).sum().backward()  # type: ignore[no-untyped-call]
 
 
 def peak_bytes(layer: Layer, length: int) -> int:
     """Return the peak of allocated bytes of one forward and backward pass, beside the states themselves."""
-    states = torch.randn(1, length, WIDTH, requires_grad=True)
-    return allocated_peak(lambda: layer(states).sum().backward())  # type: ignore[no-untyped-call]
+    return allocated_peak(step_of(layer, length))
 
 
 def costs(length: int, num_runs: int) -> dict[str, float]:
@@ -97,11 +102,8 @@ def costs(length: int, num_runs: int) -> dict[str, float]:
     for name, layer in made.items():
         found[f"{name}, Mflop"] = operations(name, length) / 1e6
         found[f"{name}, MB"] = peak_bytes(layer, length) / 1e6
-    times: dict[str, list[float]] = {name: [] for name in made}
-    for _ in range(num_runs):  # alternating, so that a slow moment of the machine meets every layer
-        for name, layer in made.items():
-            times[name].append(seconds(layer, length))
-    return found | {f"{name}, ms": 1e3 * statistics.median(values) for name, values in times.items()}
+    times = median_seconds({name: step_of(layer, length) for name, layer in made.items()}, num_runs)
+    return found | {f"{name}, ms": 1e3 * seconds for name, seconds in times.items()}
 
 
 def distances(length: int) -> dict[str, float]:

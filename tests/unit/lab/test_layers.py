@@ -31,6 +31,7 @@ def test_operations_are_those_of_the_formulas(length: int) -> None:
     projections = 2 * length * width * 4 * width  # queries, keys, values and output
     products = 2 * 2 * length**2 * width  # scores, and their sum of values
     assert layers.operations("attention, eager", length) == projections + products
+    assert layers.operations("attention, sdpa", length) == projections + products
     assert layers.operations("LSTM", length) == 2 * length * 2 * width * 4 * width
 
 
@@ -43,12 +44,19 @@ def test_chain_of_the_lstm_grows_with_each_step_and_that_of_attention_does_not()
         assert third - second == 2 * (second - first) > 0
 
 
+def test_costs_have_every_figure_of_every_layer() -> None:
+    found = layers.costs(8, num_runs=1)
+    assert found.keys() == {f"{name}, {unit}" for name in layers.LAYERS for unit in ("Mflop", "MB", "ms")}
+    assert all(value > 0 for value in found.values())
+
+
 def test_memory_of_eager_attention_has_the_score_matrices_and_that_of_the_lstm_grows_with_tokens() -> None:
     shorter, longer, heads = 256, 512, 4
     more = 4 * heads * (longer**2 - shorter**2)
-    eager, recurrent = (
-        [layers.peak_bytes(layers.LAYERS[name](), length) for length in (shorter, longer, 2 * longer)]
-        for name in ("attention, eager", "LSTM")
+    eager, sdpa, recurrent = (
+        [layers.peak_bytes(make(), length) for length in (shorter, longer, 2 * longer)]
+        for make in layers.LAYERS.values()
     )
     assert eager[1] - eager[0] > 2 * more
+    assert sdpa[1] - sdpa[0] < more
     assert recurrent[2] - recurrent[1] == pytest.approx(2 * (recurrent[1] - recurrent[0]), rel=0.05)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,9 @@ from antiphon.model.checkpoints.checkpoint import Checkpoint, CheckpointError, l
 from antiphon.model.checkpoints.lengths import with_lengths
 from antiphon.model.config import Positions
 from antiphon.model.lab.experiments.decoding import recomputed
-from antiphon.model.lab.measures.growth import growth
+from antiphon.model.lab.measures.growth import crossing, growth
 from antiphon.model.lab.measures.teacher_forced import forced
+from antiphon.model.lab.measures.times import median_seconds
 from antiphon.model.lab.measures.translations import bleu_of, translations
 from antiphon.model.lab.trial import train
 from antiphon.model.text.tokenizer import Tokenizer, byte_bpe_format
@@ -106,3 +108,26 @@ def test_recomputation_gives_the_tokens_of_decoding_with_a_cache() -> None:
 def test_growth_is_the_exponent_of_a_power_law() -> None:
     points = {str(length): {"s": 3e-4 * length**1.7} for length in (16, 32, 64, 128, 256)}
     assert growth(points, "s") == pytest.approx(1.7)
+
+
+def test_crossing_is_where_one_power_law_passes_another() -> None:
+    points = {str(length): {"square": length**2 / 100, "line": float(length)} for length in (16, 64, 256)}
+    assert crossing(points, "square", "line") == pytest.approx(100)
+    assert crossing(points, "line", "square") is None, "it is above at first and never passes from below"
+    del points["256"]
+    assert crossing(points, "square", "line") is None, "it stays below"
+
+
+def test_median_seconds_alternate_and_leave_out_the_first_round() -> None:
+    calls: list[str] = []
+    took = {"one": iter([9.0, 3.0, 1.0, 2.0]), "other": iter([9.0, 10.0, 30.0, 20.0])}
+    now = 0.0
+
+    def run(name: str) -> None:
+        nonlocal now
+        calls.append(name)
+        now += next(took[name])
+
+    runs = {name: partial(run, name) for name in took}
+    assert median_seconds(runs, 3, clock=lambda: now) == {"one": 2.0, "other": 20.0}
+    assert calls == ["one", "other"] * 4
