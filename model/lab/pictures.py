@@ -1,9 +1,10 @@
-"""Pictures of results: bars of one figure for each setting, and curves over steps or lengths."""
+"""Pictures of results: bars of one figure for each setting, curves over steps or lengths, and panels of curves."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,35 @@ def bars(results: Results, figure: str, label: str, target: Path, *, marked: str
     axes.axvline(results.mean(marked, figure), color="C1", linewidth=0.8)
     axes.invert_yaxis()
     axes.set(xlabel=label)
-    _save(figure_, axes, target)
+    _save(figure_, target)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Panel:
+    """One part of a picture: series of points by name, and labels as for Axes.set."""
+
+    series: Mapping[str, Points]
+    labels: Mapping[str, str]
 
 
 def curves(series: Mapping[str, Points], target: Path, **labels: Any) -> None:
     """Draw the mean of each series over seeds, with a band of one standard deviation; labels as for Axes.set."""
     figure, axes = _figure(height=4.5)
-    for name, points in series.items():
+    _plot(axes, Panel(series=series, labels=labels))
+    _save(figure, target)
+
+
+def panels(drawn: Sequence[Panel], target: Path) -> None:
+    """Draw an even number of panels in rows of two, each as `curves` does."""
+    figure, grid = _figure(height=3.6 * (len(drawn) // 2), width=12, nrows=len(drawn) // 2, ncols=2)
+    for axes, panel in zip(grid.flat, drawn, strict=True):
+        _plot(axes, panel)
+    figure.tight_layout()
+    _save(figure, target)
+
+
+def _plot(axes: Any, panel: Panel) -> None:
+    for name, points in panel.series.items():
         places = sorted(points)
         means = [statistics.fmean(points[place]) for place in places]
         spread = [statistics.stdev(points[place]) if len(points[place]) > 1 else 0.0 for place in places]
@@ -41,10 +64,9 @@ def curves(series: Mapping[str, Points], target: Path, **labels: Any) -> None:
             color=line.get_color(),
             alpha=0.2,
         )
-    axes.set(**labels)
-    if series:
+    axes.set(**panel.labels)
+    if panel.series:
         axes.legend(fontsize=8)
-    _save(figure, axes, target)
 
 
 def curve_points(results: Results, name: str, figure: str) -> Points:
@@ -56,18 +78,19 @@ def curve_points(results: Results, name: str, figure: str) -> Points:
     return points
 
 
-def _figure(height: float) -> tuple[Any, Any]:
+def _figure(height: float, width: float = 7.5, nrows: int = 1, ncols: int = 1) -> tuple[Any, Any]:
     import matplotlib
 
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    return pyplot.subplots(figsize=(7.5, height))
+    return pyplot.subplots(nrows, ncols, figsize=(width, height))
 
 
-def _save(figure: Any, axes: Any, target: Path) -> None:
+def _save(figure: Any, target: Path) -> None:
     from matplotlib import pyplot
 
-    axes.grid(alpha=0.3)
+    for axes in figure.axes:
+        axes.grid(alpha=0.3)
     figure.savefig(target, dpi=110, bbox_inches="tight")
     pyplot.close(figure)
