@@ -86,7 +86,7 @@ def _claims(results: Results) -> Sequence[Claim]:
 def _growth_claims(alone: Figures) -> list[Claim]:
     def grows(faster: tuple[str, str], slower: tuple[str, str], unit: str, claim: str, source: str) -> Claim:
         (high, one), (low, other) = ((name, growth(alone[at], f"{name}, {unit}")) for at, name in (faster, slower))
-        measured = f"{high} T^{one:.2f} ({_KINDS[faster[0]]}), {low} T^{other:.2f} ({_KINDS[slower[0]]})"
+        measured = f"{high} T^{one:z.2f} ({_KINDS[faster[0]]}), {low} T^{other:z.2f} ({_KINDS[slower[0]]})"
         return Claim(source=source, claim=claim, measured=measured, holds=one > other + 0.3)
 
     table = "Vaswani et al. 2017, table 1"
