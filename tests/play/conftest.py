@@ -52,12 +52,13 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def open_page(browser: Browser) -> Iterator[Callable[..., Watched]]:
-    """A function that opens pages; at the end, none of them may have reported an error."""
+    """A function that opens pages; at the end, none of them may have reported an error. script: runs before theirs."""
     opened: list[Watched] = []
 
-    def open_one(url: str, **settings: Any) -> Watched:
+    def open_one(url: str, script: str = "", **settings: Any) -> Watched:
         watched = Watched(browser.new_page(**{"reduced_motion": "reduce", **settings}))
         opened.append(watched)
+        watched.page.add_init_script(script)
         watched.page.goto(url)
         return watched
 

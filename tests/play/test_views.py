@@ -194,6 +194,15 @@ def test_samples_of_a_seed_equal_those_of_the_server_and_repeat(
         expect(page.locator("[data-seed]")).to_have_text(expected)
 
 
+SHOWS_WEIGHTS = """
+(weights) => {
+  const cells = [...document.querySelectorAll('.matrix .cell')];
+  const isEqual = (cell, index) => Math.abs(Number(cell.dataset.weight) - weights[index]) < 1e-6;
+  return cells.length === weights.length && cells.every(isEqual);
+}
+"""
+
+
 @pytest.mark.parametrize(
     ("model", "stack", "field"),
     [("en-de", "Cross", "cross"), ("en-de", "Encoder", "encoder_self"), ("bert", None, "encoder_self"),
@@ -216,8 +225,8 @@ def test_attention_shows_every_head_and_the_weights_of_the_opened_one(
     expect(page.locator(".card h2").first).to_contain_text(f"Layer {last.layer}, head {last.head}")
     cells = page.locator(".matrix .cell")
     expect(cells).to_have_count(last.rows * last.columns)
-    shown = cells.evaluate_all("cells => cells.map((cell) => Number(cell.dataset.weight))")
-    assert shown == pytest.approx(list(last.weights), abs=1e-6)
+    # The explanation of the page's first text can have as many cells, and stays until that of the new text is there.
+    page.wait_for_function(SHOWS_WEIGHTS, arg=list(last.weights))
 
 
 def test_attention_shows_the_positions_of_each_part(play: PlayProcess, client: Client, open_page: Open) -> None:
