@@ -126,7 +126,7 @@ def save_checkpoint(
 
 def load_checkpoint(path: Path) -> Checkpoint:
     """Read a checkpoint directory. Raises CheckpointError or TokenizerError naming the file."""
-    config = read_config(path / "config.json")
+    config = read_config(path / "config.json", ModelConfig)
     model = Transformer(config)
     load_weights(model, path / "model.safetensors")
     text = _read_optional(path / TEXT_NAME, TextFormat)
@@ -157,13 +157,13 @@ def _read_optional(path: Path, kind: type[Described]) -> Described | None:
         raise CheckpointError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
 
 
-def read_config(path: Path) -> ModelConfig:
-    """Read config.json of a checkpoint. Raises CheckpointError naming file and field."""
+def read_config(path: Path, kind: type[Described]) -> Described:
+    """Read the shape of a model, of this kind, from config.json. Raises CheckpointError naming file and field."""
     try:
         described = json.loads(path.read_bytes())
         if described.get("version") != CHECKPOINT_VERSION:
             raise CheckpointError(f"{path}: version is {described.get('version')!r}, expected {CHECKPOINT_VERSION}")
-        return ModelConfig.model_validate(described["model"])
+        return kind.model_validate(described["model"])
     except FileNotFoundError:
         raise CheckpointError(f"{path.parent} is not a checkpoint: {path.name} is missing") from None
     except ValidationError as error:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from antiphon.model.bundle.graph import Graph, GraphError
+from antiphon.model.bundle.machine import available_bytes, processor_name
 from antiphon.model.bundle.manifest import (
     Bundle,
     BundleError,
@@ -97,7 +97,9 @@ def run(args: argparse.Namespace) -> int:
             measurements = measure_bundle(bundle, grid)
             fits = {name: fit_memory(points, packed=name.startswith("native")) for name, points in measurements.items()}
             if args.bundle:
-                memory = MemoryProfile(fits=fits, machine=_machine(grid.threads))
+                memory = MemoryProfile(
+                    fits=fits, machine=f"{processor_name()}, {grid.threads} threads, onnxruntime {ort.__version__}"
+                )
                 write_manifest(bundle.path, bundle.manifest.model_copy(update={"memory": memory}))
         plot_memory(
             plot, measurements, fits, num_heads=bundle.manifest.model.num_heads, title=f"{bundle.manifest.name} encoder"
@@ -223,7 +225,7 @@ def _grid(args: argparse.Namespace, bundle: Bundle) -> Grid:
         raise ProfileError(f"--lengths has {lengths[-1]}; the model supports sources of up to {limit} tokens")
     if len(lengths) < MIN_LENGTHS:
         raise ProfileError(f"--lengths has {len(lengths)} different lengths; a fit needs {MIN_LENGTHS}")
-    return Grid(lengths=lengths, rows=rows, threads=threads, budget_bytes=_available_bytes() // 2)
+    return Grid(lengths=lengths, rows=rows, threads=threads, budget_bytes=available_bytes() // 2)
 
 
 def _numbers(option: str, text: str) -> tuple[int, ...]:
@@ -240,22 +242,6 @@ def _default_lengths(limit: int) -> tuple[int, ...]:
     shortest = min(_SHORTEST, max(1, limit // 4))
     powers = [shortest << k for k in range(limit.bit_length()) if shortest << k < limit]
     return (*powers, limit)
-
-
-def _available_bytes() -> int:
-    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise ProfileError("/proc/meminfo has no MemAvailable, the amount of free memory")
-
-
-def _machine(threads: int) -> str:
-    cpu = platform.processor() or platform.machine()
-    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-        if line.startswith("model name"):
-            cpu = line.partition(":")[2].strip()
-            break
-    return f"{cpu}, {threads} threads, onnxruntime {ort.__version__}"
 
 
 def _key(graphs: GraphSet) -> str:

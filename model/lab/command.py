@@ -8,12 +8,24 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from antiphon.client import ServerError
+from antiphon.model.bundle.manifest import BundleError
 from antiphon.model.checkpoints.checkpoint import CheckpointError
+from antiphon.model.export.export import ExportError
+from antiphon.model.export.verification.verify import VerificationError
 from antiphon.model.lab.experiment import Experiment, run_trials
+from antiphon.model.lab.measures.served import ServeError
 from antiphon.model.lab.registry import EXPERIMENTS
 from antiphon.model.lab.report import write_report
 from antiphon.model.lab.setting import Setting, parse_scale
+from antiphon.model.text.tokenizer import TokenizerError
+from antiphon.model.training.pruning.head_choice import PruneError
 from antiphon.model.training.recipe import RecipeError
+
+_ERRORS = (
+    RecipeError, CheckpointError, TokenizerError, PruneError, ExportError, VerificationError, BundleError, ServeError,
+    ServerError, OSError,
+)  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         setting = _setting(args)
         for experiment in _chosen(args.names):
             _run(experiment, setting, args.jobs)
-    except (RecipeError, CheckpointError, OSError) as error:
+    except _ERRORS as error:
         print(f"antiphon lab: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -69,7 +81,8 @@ def _run(experiment: Experiment, setting: Setting, jobs: int) -> None:
     if experiment.alone is not None:
         runs = setting.folders(experiment.name).runs
         first = [trial for trial in experiment.trials(setting) if trial.seed == setting.seeds[0]]
-        trained = {trial.name: runs / trial.key / "averaged" for trial in first}
+        averaged = {trial.name: runs / trial.key / "averaged" for trial in first}
+        trained = {name: folder for name, folder in averaged.items() if folder.is_dir()}  # not those that diverged
         results = replace(results, alone=experiment.alone(setting, trained))
     scale = "toy" if setting.is_toy else f"{setting.scale:g}"
     command = f"antiphon lab {experiment.name} --data DATA --scale {scale} --seeds {len(setting.seeds)}"

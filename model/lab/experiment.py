@@ -21,7 +21,7 @@ from antiphon.model.lab.trial import Figures, Result, Trial, run_trial
 class Claim:
     """A claim of the literature beside the measurement.
 
-    holds: True, False (contradicted), or None if the difference is within the deviation over seeds.
+    holds: True, False (contradicted), or None if the difference is within the deviation over seeds, or unknown.
     """
 
     source: str
@@ -50,10 +50,26 @@ class Results:
         return statistics.stdev(values) if len(values := self.values(name, figure)) > 1 else 0.0
 
     def is_above(self, one: str, other: str, figure: str) -> bool | None:
-        """Return whether a figure of one setting is above that of another; None within one standard deviation."""
+        """Return whether a figure of one setting is above that of another.
+
+        None within one standard deviation, or if a setting has no value.
+        """
         distance = self.mean(one, figure) - self.mean(other, figure)
         noise = max(self.deviation(one, figure), self.deviation(other, figure))
-        return None if abs(distance) <= noise else distance > 0
+        return distance > 0 if abs(distance) > noise else None  # a comparison with NaN is false
+
+    def has_diverged(self, name: str) -> bool:
+        """Return whether all runs of a setting diverged."""
+        return all(result.diverged is not None for result in self.trials[name])
+
+    def is_better(self, one: str, other: str, figure: str, *, lower: bool = False) -> bool | None:
+        """Return whether one setting is better than another; a setting that diverged is worse than one that did not.
+
+        lower: less of the figure is better. None as for is_above.
+        """
+        if self.has_diverged(one) != self.has_diverged(other):
+            return self.has_diverged(other)
+        return self.is_above(other, one, figure) if lower else self.is_above(one, other, figure)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
-import platform
+import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
+from antiphon.model.bundle.machine import processor_name
 from antiphon.model.lab.experiment import Claim, Experiment, Results
 from antiphon.model.lab.setting import Setting
 
-_VERDICTS = {True: "holds", False: "**contradicted**", None: "not decided: within one standard deviation"}
+_VERDICTS = {True: "holds", False: "**contradicted**", None: "not decided"}
 
 
 def write_report(experiment: Experiment, results: Results, setting: Setting, command: str) -> Path:
@@ -100,13 +101,7 @@ def _row(cells: Sequence[str]) -> str:
 
 
 def machine() -> str:
-    """Return processor, number of threads of one run and version of torch."""
+    """Return processor, number of cores and version of torch."""
     if torch.cuda.is_available():
         return f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
-    names = [line.partition(":")[2].strip() for line in _processor_lines() if line.startswith("model name")]
-    return f"{names[0] if names else platform.processor()}, {len(names)} cores, torch {torch.__version__}"
-
-
-def _processor_lines() -> list[str]:
-    path = Path("/proc/cpuinfo")
-    return path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    return f"{processor_name()}, {os.cpu_count()} cores, torch {torch.__version__}"

@@ -1,4 +1,4 @@
-"""Entropy of attention during training: low entropy means that a head looks at one token, whatever it learned.
+"""Entropy of attention during training. A head with low entropy gives nearly all of its weight to one token.
 
 Without the factor 1 / sqrt(D) the softmax saturates, and its gradient vanishes (Vaswani et al. 2017, section 3.2.1).
 """

@@ -310,14 +310,14 @@ class Trainer:
         if self.group.rank == 0:
             record = {"time": time.time(), "step": progress.step, "epoch": progress.epoch, "train_loss": train_loss}
             self.batch_loss.eval()
-            scores = {**self._health(), **self.task.scores(self.model, "valid")}
+            scores = {**self._norms_and_entropies(), **self.task.scores(self.model, "valid")}
             self.batch_loss.train()
             with (self.folder / "metrics.jsonl").open("a") as stream:
                 stream.write(json.dumps({**record, "valid_loss": valid_loss, **scores}) + "\n")
             plot_losses(self.folder / "metrics.jsonl", self.folder / "loss.png")
 
     @torch.no_grad()
-    def _health(self) -> dict[str, float]:
+    def _norms_and_entropies(self) -> dict[str, float]:
         """Return norms of the gradient before clipping since the last checkpoint, and entropies of attention."""
         norms = torch.stack(self._gradient_norms)
         self._gradient_norms = []

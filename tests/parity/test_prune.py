@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from antiphon.model.checkpoints.checkpoint import Checkpoint, load_checkpoint
-from antiphon.model.config import ModelConfig
+from antiphon.model.config import ModelConfig, preset
 from antiphon.model.export.export import export_bundle
 from antiphon.model.training.data.translation_data import Batch, Example, collate
 from antiphon.model.training.pruning import prune
@@ -322,3 +322,9 @@ def test_prune_command_refuses_an_existing_output(
 def test_prune_refuses_alibi_slopes(choice: Choice) -> None:
     with pytest.raises(PruneError, match="positions='alibi' cannot be pruned: the slopes of the kept heads"):
         choice.check(small_config(**VARIANTS["alibi"]))
+
+
+def test_share_compares_modules_of_different_scale_by_their_normalised_importance() -> None:
+    importance = {"small": torch.tensor([4e-3, 1e-3, 3e-3, 2e-3]), "large": torch.tensor([1.0, 4.0, 2.0, 3.0])}
+    kept = Share(0.25).heads_to_keep(preset("tiny"), importance)
+    assert kept == {"small": [0, 2, 3], "large": [1, 2, 3]}

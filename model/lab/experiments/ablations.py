@@ -96,10 +96,10 @@ def trials_of(setting: Setting, changes: Changes, steps: int) -> list[Trial]:
 
 def measure(setting: Setting, trial: Trial, averaged: Path) -> Figures:
     """Return BLEU of greedy translations of the test part, and loss, entropies and gradient norm at the end."""
-    return {"bleu": test_bleu(trial, load_checkpoint(averaged)), **last_record(averaged.parent)}
+    return {"bleu": bleu_of_test_part(trial, load_checkpoint(averaged)), **last_record(averaged.parent)}
 
 
-def test_bleu(trial: Trial, checkpoint: Checkpoint) -> float:
+def bleu_of_test_part(trial: Trial, checkpoint: Checkpoint) -> float:
     """Return BLEU of greedy translations of the test part of a trial's data."""
     pairs = load_corpus(trial.recipe.data, trial.data).test
     is_tokenised = trial.recipe.data.preprocess == "moses-lower"
@@ -121,9 +121,9 @@ def _claims(results: Results) -> Sequence[Claim]:
     def score(name: str) -> str:
         return f"{results.mean(name, 'bleu'):.1f} ± {results.deviation(name, 'bleu'):.1f}"
 
-    def below(name: str, source: str, claim: str, figure: str = "bleu") -> Claim:
+    def below(name: str, source: str, claim: str) -> Claim:
         against = f"BLEU {score(name)}, baseline {score(BASELINE)}"
-        return Claim(source=source, claim=claim, measured=against, holds=results.is_above(BASELINE, name, figure))
+        return Claim(source=source, claim=claim, measured=against, holds=results.is_better(BASELINE, name, "bleu"))
 
     table_3 = "Vaswani et al. 2017, table 3"
     entropy = "entropy_encoder_self"
@@ -151,7 +151,7 @@ def _claims(results: Results) -> Sequence[Claim]:
             source="Xiong et al. 2020",
             claim="Post-norm needs warm-up.",
             measured=f"BLEU {score('no warmup')} without, {score('warmup, linear')} with warm-up, same schedule",
-            holds=results.is_above("warmup, linear", "no warmup", "bleu"),
+            holds=results.is_better("warmup, linear", "no warmup", "bleu"),
         ),
     ]
 

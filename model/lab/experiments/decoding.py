@@ -5,16 +5,15 @@ The first part runs in PyTorch with random weights, the second one through a rea
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from antiphon.client import Client, Generation, Options
+from antiphon.client import Options
 from antiphon.model.checkpoints.checkpoint import load_checkpoint
-from antiphon.model.config import ModelConfig, preset
+from antiphon.model.config import preset
 from antiphon.model.export.export import export_bundle
 from antiphon.model.lab.experiment import Claim, Experiment, Results
 from antiphon.model.lab.experiments.ablations import (
@@ -27,10 +26,11 @@ from antiphon.model.lab.experiments.ablations import (
     trials_of,
 )
 from antiphon.model.lab.measures.growth import growth
-from antiphon.model.lab.measures.served import served
+from antiphon.model.lab.measures.served import served, served_translations
 from antiphon.model.lab.measures.translations import bleu_of
 from antiphon.model.lab.pictures import curves
 from antiphon.model.lab.setting import Setting
+from antiphon.model.lab.times import median_seconds
 from antiphon.model.lab.trial import Figures, Trial
 from antiphon.model.training.data.corpus import load_corpus
 from antiphon.model.transformer.greedy import greedy
@@ -64,22 +64,17 @@ def caching(lengths: Sequence[int]) -> dict[str, Figures]:
     torch.set_num_threads(1)
     config = preset("tiny", d_model=256, d_ff=1024, num_heads=4, max_target_len=max(lengths), tie_output=False)
     model = random_transformer(config)
-    found: dict[str, Figures] = {}
-    for length in lengths:
-        with_cache, without = zip(*(_both(model, config, length) for _ in range(_RUNS)), strict=True)
-        found[str(length)] = {"cached": statistics.median(with_cache), "recomputed": statistics.median(without)}
-    return found
-
-
-def _both(model: Transformer, config: ModelConfig, length: int) -> tuple[float, float]:
-    source = [[*range(4, 20), config.eos_id]]
-    started_s = time.perf_counter()
-    cached = greedy(model, source, length, ends=False)
-    between_s = time.perf_counter()
-    again = recomputed(model, source[0], length)
-    ended_s = time.perf_counter()
-    assert cached[0] == again, "both ways must give the same tokens"
-    return between_s - started_s, ended_s - between_s
+    source = [*range(4, 20), config.eos_id]
+    return {
+        str(length): median_seconds(
+            {
+                "cached": partial(greedy, model, [source], length, ends=False),
+                "recomputed": partial(recomputed, model, source, length),
+            },
+            _RUNS,
+        )
+        for length in lengths
+    }
 
 
 @torch.no_grad()
@@ -98,21 +93,19 @@ def _search(setting: Setting, averaged: Path) -> dict[str, Figures]:
     export_bundle(load_checkpoint(averaged), bundle, precisions=("float32",), explain=False, overwrite=True)
     data = translation_data(setting)
     pairs = load_corpus(data, data_folder(setting)).test[: 4 if setting.is_toy else _SENTENCES]
-    found: dict[str, Figures] = {}
+    sources = [source for source, _ in pairs]
     with served(bundle) as client:
-        _translate(client, [source for source, _ in pairs[:8]], _OPTIONS["greedy"])  # not measured: first calls
-        for name, options in _OPTIONS.items():
-            started_s = time.perf_counter()
-            answers = _translate(client, [source for source, _ in pairs], options)
-            took_s = time.perf_counter() - started_s
-            bleu = bleu_of(answers, pairs, is_tokenised=data.preprocess == "moses-lower")
-            found[name] = {"BLEU": bleu, "sentences/s": len(pairs) / took_s}
-    return found
-
-
-def _translate(client: Client, sources: Sequence[str], options: Options) -> list[str]:
-    answers = client.generate_many(sources, options, concurrency=16)
-    return [answer.text if isinstance(answer, Generation) else "" for answer in answers]
+        runs = {name: partial(served_translations, client, sources, options) for name, options in _OPTIONS.items()}
+        answers = {name: run() for name, run in runs.items()}
+        times = median_seconds(runs, _RUNS)
+    is_tokenised = data.preprocess == "moses-lower"
+    return {
+        name: {
+            "BLEU": bleu_of(answers[name], pairs, is_tokenised=is_tokenised),
+            "sentences/s": len(pairs) / times[name],
+        }
+        for name in runs
+    }
 
 
 def _claims(results: Results) -> Sequence[Claim]:

@@ -19,8 +19,9 @@ _DEPTHS = (6, 12, 24, 48)
 _TRAIN: dict[str, object] = {"peak_lr": 1e-3, "warmup_steps": 150, "schedule": "linear", "cooldown_steps": 0}
 _WIDTH: dict[str, object] = {"d_model": 64, "d_ff": 128}
 _PLACEMENTS = ("post", "pre")
-# Loss of a model that knows how often each token occurs, and nothing else, is above this on Multi30k with 3,000 tokens.
-_UNLEARNED_NATS = 4.5
+# Frequencies of tokens alone give 6.04 nats on the validation part of Multi30k with 3,000 tokens. A model above this
+# limit has learned little more.
+_UNLEARNED_NATS = 5.5
 
 
 def _changes(setting: Setting) -> Changes:
@@ -52,14 +53,14 @@ def _claims(results: Results) -> Sequence[Claim]:
         return f"{results.mean(name, 'valid_loss'):.2f} ± {results.deviation(name, 'valid_loss'):.2f}"
 
     def is_unlearned(name: str) -> bool:
-        return not results.mean(name, "valid_loss") < _UNLEARNED_NATS  # true for NaN: every run diverged
+        return results.has_diverged(name) or results.mean(name, "valid_loss") > _UNLEARNED_NATS
 
     found = [
         Claim(
             source="Xiong et al. 2020; Wang et al. 2019",
             claim=f"With {depth} layers pre-norm trains better than post-norm.",
             measured=f"loss {loss(f'pre {depth}')} (pre), {loss(f'post {depth}')} (post)",
-            holds=results.is_above(f"post {depth}", f"pre {depth}", "valid_loss"),
+            holds=results.is_better(f"pre {depth}", f"post {depth}", "valid_loss", lower=True),
         )
         for depth in _DEPTHS
     ]

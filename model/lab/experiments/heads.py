@@ -6,17 +6,28 @@ as many in each module. Size and speed are those of the exported models.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
+from antiphon.client import Options
+from antiphon.model.bundle.manifest import Bundle
 from antiphon.model.checkpoints.checkpoint import Checkpoint, load_checkpoint, save_checkpoint, weights_of
 from antiphon.model.export.export import export_bundle
 from antiphon.model.lab.experiment import Claim, Experiment, Results
-from antiphon.model.lab.experiments.ablations import CHANGES, STEPS, data_folder, test_bleu, translation_data, trials_of
-from antiphon.model.lab.measures.served import served
+from antiphon.model.lab.experiments.ablations import (
+    CHANGES,
+    STEPS,
+    bleu_of_test_part,
+    data_folder,
+    translation_data,
+    trials_of,
+)
+from antiphon.model.lab.measures.served import served, served_translations
 from antiphon.model.lab.pictures import curves
 from antiphon.model.lab.setting import Setting
+from antiphon.model.lab.times import median_seconds
 from antiphon.model.lab.trial import Figures, Trial
 from antiphon.model.training.data.corpus import load_corpus
 from antiphon.model.training.group import Group
@@ -30,7 +41,8 @@ _EVEN = {25: 6, 50: 4}
 """Share in percent, and heads of each module that remain of 8."""
 _PAIRS = 500
 _RETRAIN_STEPS = 200
-_SPOKEN = 300  # sentences of the measurement of speed
+_SENTENCES = 300  # of the measurement of speed
+_RUNS = 3
 _WHOLE = 0
 
 
@@ -41,14 +53,14 @@ def _trials(setting: Setting) -> list[Trial]:
 def _measure(setting: Setting, trial: Trial, averaged: Path) -> Figures:
     """Return BLEU before pruning, and of every share before and after retraining."""
     whole = load_checkpoint(averaged)
-    figures: Figures = {f"bleu {_WHOLE}": test_bleu(trial, whole)}
+    figures: Figures = {f"bleu {_WHOLE}": bleu_of_test_part(trial, whole)}
     choices = {f"{share}": Share(share / 100) for share in _SHARES} | {
         f"{share} even": Each(number) for share, number in _EVEN.items()
     }
     for name, choice in choices.items():
         pruned = _pruned(whole, choice, trial, averaged.parent / f"pruned-{name.replace(' ', '-')}")
-        figures[f"bleu {name}"] = test_bleu(trial, pruned)
-        figures[f"retrained {name}"] = test_bleu(trial, _retrained(trial, pruned))
+        figures[f"bleu {name}"] = bleu_of_test_part(trial, pruned)
+        figures[f"retrained {name}"] = bleu_of_test_part(trial, _retrained(trial, pruned))
     return figures
 
 
@@ -81,29 +93,38 @@ def _retrained(trial: Trial, pruned: Checkpoint) -> Checkpoint:
 def _alone(setting: Setting, trained: Mapping[str, Path]) -> Figures:
     """Return parameters, size and speed of the exported models of the first seed."""
     data = translation_data(setting)
-    pairs = load_corpus(data, data_folder(setting)).test[: 4 if setting.is_toy else _SPOKEN]
-    averaged = trained[_SETTING]
+    pairs = load_corpus(data, data_folder(setting)).test[: 4 if setting.is_toy else _SENTENCES]
     shares = _SHARES[-1:] if setting.is_toy else _SHARES
+    averaged = trained[_SETTING]
     folders = {f"{_WHOLE} %": averaged} | {f"{share} %": averaged.with_name(f"pruned-{share}") for share in shares}
-    return {"exported in int8": {name: _exported(path, [s for s, _ in pairs]) for name, path in folders.items()}}
-
-
-def _exported(path: Path, sources: Sequence[str]) -> Figures:
-    checkpoint = load_checkpoint(path)
-    bundle = export_bundle(
-        checkpoint, path.with_name(f"{path.name}.bundle"), precisions=("int8",), explain=False, overwrite=True
-    )
-    with served(bundle.path, precision="int8") as client:
-        list(client.generate_many(sources[:8], concurrency=8))  # not measured: first calls
-        started_s = time.perf_counter()
-        list(client.generate_many(sources, concurrency=16))
-        took_s = time.perf_counter() - started_s
-    size = sum(entry.size for entry in bundle.manifest.files.values())
-    return {
-        "parameters": checkpoint.model.num_parameters,
-        "bundle, MB": size / 1e6,
-        "sentences/s": len(sources) / took_s,
+    checkpoints = {name: load_checkpoint(folder) for name, folder in folders.items()}
+    bundles = {
+        name: export_bundle(
+            checkpoint, averaged.with_name(f"{name[:-2]}.bundle"), precisions=("int8",), explain=False, overwrite=True
+        )
+        for name, checkpoint in checkpoints.items()
     }
+    times = _seconds(bundles, [source for source, _ in pairs])
+    figures = {
+        name: {
+            "parameters": checkpoints[name].model.num_parameters,
+            "bundle, MB": sum(entry.size for entry in bundle.manifest.files.values()) / 1e6,
+            "sentences/s": len(pairs) / times[name],
+        }
+        for name, bundle in bundles.items()
+    }
+    return {"exported in int8": figures}
+
+
+def _seconds(bundles: Mapping[str, Bundle], sources: Sequence[str]) -> dict[str, float]:
+    """Return the seconds that a server of each bundle takes to translate the sources, in alternating runs."""
+    with ExitStack() as stack:
+        clients = {name: stack.enter_context(served(bundle.path, "int8")) for name, bundle in bundles.items()}
+        runs = {
+            name: partial(served_translations, client, sources, Options(temperature=0))
+            for name, client in clients.items()
+        }
+        return median_seconds(runs, _RUNS)
 
 
 def _claims(results: Results) -> Sequence[Claim]:

@@ -44,23 +44,22 @@ def _dataset(setting: Setting, task: Algorithm) -> Dataset:
 
 
 def _trials(setting: Setting) -> list[Trial]:
-    datasets = {task: _dataset(setting, task) for task in TASKS}
     return [
-        Trial(name=f"{task} {kind}", recipe=_recipe(setting, datasets[task], kind, seed), data=setting.made_data)
+        Trial(name=f"{task} {kind}", recipe=_recipe(setting, task, kind, seed), data=setting.made_data)
         for task in TASKS
         for kind in KINDS
         for seed in setting.seeds
     ]
 
 
-def _recipe(setting: Setting, dataset: Dataset, kind: str, seed: int) -> Recipe:
-    sizes = _sizes(setting)
+def _recipe(setting: Setting, task: Algorithm, kind: str, seed: int) -> Recipe:
+    sizes, dataset = _sizes(setting), _dataset(setting, task)
     # Learned positions need their table from the start; its rows beyond the training length are never trained.
     longest = sizes.longest_tokens if kind == "learned" else sizes.max_len + 2
     max_steps = setting.steps(_STEPS)
     return Recipe.model_validate(
         {
-            "name": f"lab-length-{kind}",
+            "name": f"lab-length-{task}-{kind}",
             "vocab_size": dataset.vocab_size,
             "data": dataset.data.model_dump(),
             "model": dict(

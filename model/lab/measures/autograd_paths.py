@@ -14,9 +14,8 @@ from torch import Tensor
 
 def longest_chain(output: Tensor) -> int:
     """Return the number of operations on the longest path that ends in `output`: they cannot run at the same time."""
-    order = _topological(output.grad_fn)
     depth: dict[Any, int] = {}
-    for node in reversed(order):
+    for node in _inputs_first(output.grad_fn):
         depth[node] = 1 + max((depth[child] for child in _children(node)), default=0)
     return depth[output.grad_fn]
 
@@ -43,19 +42,19 @@ def _children(node: Any) -> list[Any]:
     return [child for child, _ in node.next_functions if child is not None]
 
 
-def _topological(root: Any) -> list[Any]:
-    """Return every node after all nodes that use its result; without recursion, because chains are long."""
+def _inputs_first(root: Any) -> list[Any]:
+    """Return every node after the nodes whose results it uses; without recursion, because chains are long."""
     order: list[Any] = []
-    state: dict[Any, bool] = {}  # True: all nodes below it are in the list
+    is_done: dict[Any, bool] = {}
     stack = [root]
     while stack:
         node = stack[-1]
-        if node not in state:
-            state[node] = False
-            stack += [child for child in _children(node) if child not in state]
+        if node not in is_done:
+            is_done[node] = False
+            stack += [child for child in _children(node) if child not in is_done]
         else:
             stack.pop()
-            if not state[node]:
-                state[node] = True
+            if not is_done[node]:
+                is_done[node] = True
                 order.append(node)
-    return order[::-1]
+    return order

@@ -15,8 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from antiphon.model.config import preset
 from antiphon.model.lab.measures.autograd_paths import longest_chain, shortest_path
-from antiphon.model.lab.measures.times import median_seconds
 from antiphon.model.lab.memory.measurement import allocated_peak
+from antiphon.model.lab.times import median_seconds
 from antiphon.model.ops.attention import Backend
 from antiphon.model.transformer.layers import SelfAttention
 

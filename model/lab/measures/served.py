@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from antiphon.client import Client
+from antiphon.client import Client, Options, ServerError
 
 _READY = re.compile(r"antiphon: ready: .* on (?P<target>\S+), metrics on ")
 _PATIENCE_S = 60
@@ -22,18 +22,7 @@ class ServeError(Exception):
 @contextmanager
 def served(bundle: Path, precision: str = "float32") -> Iterator[Client]:
     """Serve a bundle on one thread inside the context; yield a client. Raises ServeError if it does not start."""
-    options = (
-        "--port",
-        "0",
-        "--metrics-port",
-        "0",
-        "--threads",
-        "1",
-        "--precision",
-        precision,
-        "--access-log",
-        "errors",
-    )
+    options = f"--port 0 --metrics-port 0 --threads 1 --precision {precision} --access-log errors".split()
     command = [sys.executable, "-m", "antiphon.cli", "serve", str(bundle), *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         try:
@@ -45,3 +34,13 @@ def served(bundle: Path, precision: str = "float32") -> Iterator[Client]:
                 yield client
         finally:
             server.terminate()
+
+
+def served_translations(client: Client, sources: Sequence[str], options: Options) -> list[str]:
+    """Return the served translation of each source. Raises ServerError if the server refuses one of them."""
+    texts = []
+    for answer in client.generate_many(sources, options, concurrency=16):
+        if isinstance(answer, ServerError):
+            raise answer
+        texts.append(answer.text)
+    return texts

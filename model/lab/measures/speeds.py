@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from antiphon.model.lab.measures.sequence_models import SequenceModel
-from antiphon.model.lab.measures.times import median_seconds
 from antiphon.model.lab.measures.training_steps import WeightUpdate
+from antiphon.model.lab.times import median_seconds
 from antiphon.model.training.data.corpus import Pair
 from antiphon.model.training.data.translation_data import Batch
 

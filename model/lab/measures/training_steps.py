@@ -13,12 +13,12 @@ from torch import nn
 
 from antiphon.model.config import ModelConfig
 from antiphon.model.lab.data.algorithms import VOCAB_SIZE
-from antiphon.model.lab.measures.times import median_seconds
 from antiphon.model.lab.memory.measurement import allocated_peak
 from antiphon.model.lab.recurrent.config import RecurrentConfig
 from antiphon.model.lab.recurrent.lstm import RecurrentModel
 from antiphon.model.lab.recurrent.recurrent_task import RecurrentLoss
 from antiphon.model.lab.recurrent.sequence_recipes import LSTM, TRANSFORMER
+from antiphon.model.lab.times import median_seconds
 from antiphon.model.ops.attention import Backend
 from antiphon.model.training.data.translation_data import Batch
 from antiphon.model.training.recipe import TrainConfig

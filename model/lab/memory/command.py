@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from antiphon.model.bundle.graph import GraphError
+from antiphon.model.bundle.machine import available_bytes
 from antiphon.model.bundle.manifest import Bundle, BundleError, load_bundle
 from antiphon.model.checkpoints.checkpoint import CheckpointError, read_config
 from antiphon.model.config import ModelConfig, preset
@@ -85,7 +86,7 @@ def make_page(args: argparse.Namespace, subject: Subject, memory_bytes: int | No
     """Return the page of the parsed flags. Raises UncoveredModelError, GraphError or WorkspaceError."""
     predict = arithmetic.training if args.train else inference.translation
     cases = _cases(subject.config, args)
-    free = measurement.available_bytes()
+    free = available_bytes()
     rows = [_row(case, predict(case), args, free) for case in cases]
     native = _native(subject, cases[0], is_measured=not args.no_measure) if not args.train else None
     return Page(
@@ -116,7 +117,7 @@ def _subject(model: str) -> Subject:
         bundle = load_bundle(path)
         return Subject(name=bundle.manifest.name, config=bundle.manifest.model, bundle=bundle)
     if path.is_dir():
-        return Subject(name=path.name, config=read_config(path / "config.json"))
+        return Subject(name=path.name, config=read_config(path / "config.json", ModelConfig))
     try:
         return Subject(name=model, config=preset(model))
     except ValueError as error:
@@ -149,14 +150,14 @@ def _row(case: Case, prediction: Prediction, args: argparse.Namespace, free_byte
 def _native(subject: Subject, case: Case, *, is_measured: bool) -> Native | None:
     """Return the terms of the native graphs, and their measured bytes where the bundle supports the length.
 
-    A preset stands for float32 graphs with caches of float16, as `antiphon export` writes them. None for int4 graphs.
+    A preset stands for float32 graphs with caches of float32, as `antiphon export` writes them. None for int4 graphs.
     """
     bundle = subject.bundle
     graphs = bundle.graph_set() if bundle else None
     precision = graphs.precision if graphs else "float32"
     if precision not in ("float32", "int8"):
         return None
-    cache = np.dtype(graphs.cache if graphs and graphs.cache else "float16").itemsize
+    cache = np.dtype(graphs.cache if graphs and graphs.cache else "float32").itemsize
     prediction = inference.native(replace(case, config=subject.config), precision, cache)
     if bundle is None or not is_measured or case.length > bundle.manifest.model.max_source_len:
         return prediction, (None, None, None)

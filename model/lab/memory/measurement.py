@@ -6,10 +6,7 @@ which does not depend on other processes. Weights, optimiser state and tables ex
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable, Iterable
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -19,20 +16,13 @@ from antiphon.model.bundle.graph import Graph
 from antiphon.model.bundle.manifest import Bundle
 from antiphon.model.export.profile import encoder_inputs, measure_peak
 from antiphon.model.lab.memory.terms import Case
+from antiphon.model.lab.times import median_seconds
 from antiphon.model.ops.workspace import Workspace
 from antiphon.model.training.data.translation_data import Batch
 from antiphon.model.training.recipe import TrainConfig
 from antiphon.model.training.tasks.translation_task import BatchLoss
 from antiphon.model.training.train import make_optimizer
 from antiphon.model.transformer.transformer import Transformer
-
-
-def available_bytes() -> int:
-    """Return the free memory of this machine."""
-    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise OSError("/proc/meminfo has no MemAvailable, the amount of free memory")
 
 
 def allocated_peak(run: Callable[[], object]) -> int:
@@ -87,14 +77,8 @@ class TrainingStep:
         return allocated_peak(self.run) + _held(self.model) + 2 * _size(self.model.parameters())
 
     def seconds(self, steps: int) -> float:
-        """Return the median time of a step; the first step is not counted."""
-        self.run()
-        times = []
-        for _ in range(steps):
-            start = time.perf_counter()
-            self.run()
-            times.append(time.perf_counter() - start)
-        return statistics.median(times)
+        """Return the median time of a step."""
+        return median_seconds({"step": self.run}, steps)["step"]
 
 
 @torch.no_grad()

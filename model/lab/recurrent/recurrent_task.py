@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,17 +10,16 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 from antiphon.model.bundle.manifest import Provenance
-from antiphon.model.checkpoints.checkpoint import CHECKPOINT_VERSION, CheckpointError, load_weights
+from antiphon.model.checkpoints.checkpoint import load_weights, read_config
 from antiphon.model.lab.recurrent.config import RecurrentConfig
 from antiphon.model.lab.recurrent.lstm import RecurrentModel
 from antiphon.model.ops.attention import Backend
 from antiphon.model.text.tokenizer import Tokenizer
 from antiphon.model.training.data.text_files import Part
-from antiphon.model.training.data.translation_data import IGNORED_LABEL, Batch
+from antiphon.model.training.data.translation_data import Batch
 from antiphon.model.training.recipe import Recipe, RecipeError
-from antiphon.model.training.tasks.loss import linear_cross_entropy
 from antiphon.model.training.tasks.training_task import RunFolders
-from antiphon.model.training.tasks.translation_task import PairBatches, TranslationTask
+from antiphon.model.training.tasks.translation_task import PairBatches, TranslationTask, labelled_loss
 
 
 class RecurrentLoss(nn.Module):
@@ -34,12 +32,7 @@ class RecurrentLoss(nn.Module):
     def forward(self, batch: Batch, smoothing: float) -> Tensor:
         """Return the summed label-smoothed cross entropy of the labelled positions, [1], in nats."""
         hidden = self.model.decode(batch.inputs, self.model.encode(batch.source, batch.source_lens))
-        is_labelled = batch.labels != IGNORED_LABEL
-        output = self.model.output
-        loss = linear_cross_entropy(
-            hidden[is_labelled], output.weight, batch.labels[is_labelled], smoothing=smoothing, bias=output.bias
-        )
-        return loss[None]
+        return labelled_loss(hidden, batch, self.model.output, smoothing)
 
 
 class RecurrentTask:
@@ -107,20 +100,7 @@ class RecurrentCheckpoint:
 
 def load_recurrent(path: Path) -> RecurrentCheckpoint:
     """Read a checkpoint directory that Trainer wrote. Raises CheckpointError or TokenizerError naming the file."""
-    config = _read_config(path / "config.json")
+    config = read_config(path / "config.json", RecurrentConfig)
     model = RecurrentModel(config)
     load_weights(model, path / "model.safetensors")
     return RecurrentCheckpoint(config=config, model=model.eval(), tokenizer=Tokenizer.load(path / "tokenizer.json"))
-
-
-def _read_config(path: Path) -> RecurrentConfig:
-    try:
-        described = json.loads(path.read_bytes())
-        if described["version"] != CHECKPOINT_VERSION:
-            raise CheckpointError(f"{path}: version is {described['version']!r}, expected {CHECKPOINT_VERSION}")
-        return RecurrentConfig.model_validate(described["model"])
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise CheckpointError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from None

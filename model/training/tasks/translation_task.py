@@ -44,12 +44,16 @@ class BatchLoss(nn.Module):
         model = self.model
         cross_kv = model.project_memory(model.encode(batch.source, batch.source_lens))
         hidden = model.decode(batch.inputs, cross_kv, batch.source_lens)
-        is_labelled = batch.labels != IGNORED_LABEL
-        output = model.output
-        loss = linear_cross_entropy(
-            hidden[is_labelled], output.weight, batch.labels[is_labelled], smoothing=smoothing, bias=output.bias
-        )
-        return loss[None]
+        return labelled_loss(hidden, batch, model.output, smoothing)
+
+
+def labelled_loss(hidden: Tensor, batch: Batch, output: nn.Linear, smoothing: float) -> Tensor:
+    """Return the summed label-smoothed cross entropy of the labelled positions of hidden [B, T, M], [1], in nats."""
+    is_labelled = batch.labels != IGNORED_LABEL
+    loss = linear_cross_entropy(
+        hidden[is_labelled], output.weight, batch.labels[is_labelled], smoothing=smoothing, bias=output.bias
+    )
+    return loss[None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

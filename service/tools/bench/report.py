@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import statistics
 import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+
+from antiphon.model.bundle.machine import processor_name
 
 
 class BenchError(Exception):
@@ -127,14 +128,8 @@ def to_json(findings: Sequence[Finding], threads: int) -> str:
 
 def machine(threads: int) -> str:
     """Describe the machine in one line: processor, cores, threads in use, and versions of both runtimes."""
-    cpu = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    for line in cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.is_file() else ():
-        if line.startswith("model name"):
-            cpu = line.partition(":")[2].strip()
-            break
     runtimes = ", ".join(f"{name} {_version(name)}" for name in ("onnxruntime", "ctranslate2") if _version(name))
-    return f"{cpu}, {os.cpu_count()} cores, {threads} threads, {runtimes}"
+    return f"{processor_name()}, {os.cpu_count()} cores, {threads} threads, {runtimes}"
 
 
 def _version(package: str) -> str | None:

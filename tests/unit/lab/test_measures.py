@@ -15,8 +15,8 @@ from antiphon.model.config import Positions
 from antiphon.model.lab.experiments.decoding import recomputed
 from antiphon.model.lab.measures.growth import crossing, growth
 from antiphon.model.lab.measures.teacher_forced import forced
-from antiphon.model.lab.measures.times import median_seconds
 from antiphon.model.lab.measures.translations import bleu_of, translations
+from antiphon.model.lab.times import median_seconds
 from antiphon.model.lab.trial import train
 from antiphon.model.text.tokenizer import Tokenizer, byte_bpe_format
 from antiphon.model.training.data.corpus import load_corpus

@@ -91,7 +91,7 @@ def test_native_graphs_need_the_predicted_memory(tmp_path: Path, norm_placement:
         for batch, length in ((1, 16), (4, 64)):
             case = Case(config=config, batch=batch, length=length)
             weights, blocks, workspace = native(
-                case, chosen.precision, np.dtype(chosen.cache or "float16").itemsize
+                case, chosen.precision, np.dtype(chosen.cache or "float32").itemsize
             ).terms
             assert blocks.num_bytes == measurement.pool_bytes(bundle, case)
             peak = measurement.native_workspace_peak(bundle, case)

@@ -6,10 +6,12 @@ import argparse
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from antiphon.model.config import preset
-from antiphon.model.lab.memory import command, measurement
+from antiphon.model.lab.memory import command
+from antiphon.model.ops.cache_geometry import blocks_for, pool_axes
 
 BUNDLE = Path(__file__).parents[3] / "model" / "bundles" / "en-de"
 
@@ -58,6 +60,19 @@ def test_translation_page_of_a_bundle_has_its_native_graphs(tmp_path: Path) -> N
     assert lengths[0] < lengths[2], "fused attention fits longer texts"
 
 
+def test_caches_of_a_preset_have_the_type_that_export_gives_them(tmp_path: Path) -> None:
+    """Regression: float32 graphs have caches of float32, unless --cache-type says otherwise; float16 was assumed."""
+    config = preset("tiny")
+    assert (
+        run_memory("tiny", "--length", "40", "--batch", "3", "--no-measure", "--json", str(tmp_path / "page.json")) == 0
+    )
+    native = read(tmp_path / "page.json")["native"]
+    assert isinstance(native, list)
+    (blocks,) = (term["num_bytes"] for term in native if term["name"].startswith("cache blocks"))
+    block = np.zeros(pool_axes(config), "float32").nbytes
+    assert blocks == 2 * 3 * blocks_for(40) * block
+
+
 def test_page_of_a_checkpoint_equals_that_of_its_preset(tmp_path: Path) -> None:
     config = preset("tiny")
     (tmp_path / "run").mkdir()
@@ -71,7 +86,7 @@ def test_page_of_a_checkpoint_equals_that_of_its_preset(tmp_path: Path) -> None:
 def test_page_is_not_measured_beyond_the_free_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(measurement, "available_bytes", lambda: 1 << 10)
+    monkeypatch.setattr(command, "available_bytes", lambda: 1 << 10)
     assert run_memory("tiny", "--length", "16", "--json", str(tmp_path / "page.json")) == 0
     assert {row["measured_bytes"] for row in rows_of(tmp_path / "page.json")} == {None}
     assert "not measured" in capsys.readouterr().out

@@ -21,7 +21,12 @@ def result(name: str, seed: int, value: float | None) -> Result:
     return Result(name=name, seed=seed, figures=figures, curve=[], train_s=1.0, diverged=diverged)
 
 
-VALUES = {"good": (30.0, 31.5, 33.0), "near": (30.5, 31.0, 32.0), "bad": (10.0, 11.0, None)}
+VALUES: dict[str, tuple[float | None, ...]] = {
+    "good": (30.0, 31.5, 33.0),
+    "near": (30.5, 31.0, 32.0),
+    "bad": (10.0, 11.0, None),
+    "broken": (None, None, None),
+}
 RESULTS = Results(
     trials={
         name: [result(name, seed, value) for seed, value in enumerate(values, 1)] for name, values in VALUES.items()
@@ -52,6 +57,18 @@ def test_difference_within_a_deviation_is_not_decided() -> None:
     assert RESULTS.is_above("good", "bad", "bleu") is True
     assert RESULTS.is_above("bad", "good", "bleu") is False
     assert RESULTS.is_above("near", "good", "bleu") is None
+
+
+def test_setting_that_diverged_is_worse_than_any_other_and_has_no_value_to_compare() -> None:
+    """Regression: a claim that post-norm is worse was contradicted where post-norm diverged with every seed."""
+    assert RESULTS.is_better("bad", "broken", "bleu") is True
+    assert RESULTS.is_better("broken", "bad", "bleu", lower=True) is False
+    assert RESULTS.is_better("good", "bad", "bleu") is True
+    assert RESULTS.is_better("good", "bad", "bleu", lower=True) is False
+    assert RESULTS.is_better("near", "good", "bleu") is None
+    assert RESULTS.is_better("broken", "broken", "bleu") is None
+    assert RESULTS.is_above("bad", "broken", "bleu") is None
+    assert RESULTS.is_above("broken", "bad", "bleu") is None
 
 
 def test_report_prints_contradictions_as_such(tmp_path: Path) -> None:

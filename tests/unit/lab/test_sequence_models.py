@@ -31,7 +31,9 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     """Return a trial of 12 steps and its model."""
     folder = tmp_path_factory.mktemp(request.param)
     lens = (SIZES.longest_tokens, SIZES.longest_tokens)
-    trials = trials_on(toy_setting(folder, seeds=(5,)), "copy", made_dataset(folder / "data"), lens)
+    trials = trials_on(
+        toy_setting(folder, seeds=(5,)), "copy", made_dataset(folder / "data"), lens, dict.fromkeys(OPEN_TASKS, 1)
+    )
     trial = next(trial for trial in trials if trial.name.endswith(request.param))
     train(trial, folder / "run")
     return trial, load_sequence_model(folder / "run/averaged", request.param)
