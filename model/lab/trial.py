@@ -44,9 +44,9 @@ class Trial:
 
     @property
     def key(self) -> str:
-        """Name of the run folder: trials of several experiments with the same recipe share one run."""
+        """Name of the run folder: trials with the same recipe share one run. Fields with defaults do not count."""
         task = getattr(self.open_task, "__module__", "") if self.open_task is open_task else repr(self.open_task)
-        described = f"{self.recipe.model_dump_json()}|{task}"
+        described = f"{self.recipe.model_dump_json(exclude_defaults=True)}|{task}"
         return f"{self.recipe.name}.s{self.seed}.{hashlib.sha256(described.encode()).hexdigest()[:8]}"
 
 

@@ -73,6 +73,13 @@ def vocabularies_of(backend: Any) -> Vocabularies:
     return Vocabularies(Backend(_with_typed_mask(backend), max(longest_token, len(f" {MASK_TOKEN}"))), table)
 
 
+def merges_of(backend: Any) -> list[tuple[int, int, int]]:
+    """Return the ids of each merge of a byte-level BPE backend: merged token, left part, right part."""
+    vocabulary = backend.get_vocab()
+    merges = (merge for merge in json.loads(backend.to_str())["model"]["merges"])
+    return [(vocabulary[left + right], vocabulary[left], vocabulary[right]) for left, right in merges]
+
+
 def _with_typed_mask(backend: Any) -> Any:
     """Return a backend that matches the mask token inside a text, together with the space before it, as in RoBERTa.
 

@@ -64,6 +64,10 @@ class Tokenizer:
         """Write a tokenizer.json; only for byte-level BPE."""
         self._backend.save(str(path))
 
+    def merges(self) -> list[tuple[int, int, int]]:
+        """Return the ids of each merge: merged token, left part, right part; only for byte-level BPE."""
+        return byte_bpe.merges_of(self._backend)
+
     def normalize(self, text: str) -> str:
         """Return the normalised text, which is equal to `decode(encode(text))`; only for byte-level BPE."""
         return self._backend.normalizer.normalize_str(text)  # type: ignore[no-any-return]

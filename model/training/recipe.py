@@ -99,10 +99,39 @@ class MaskingConfig(_Strict):
         return self
 
 
+class Collection(DataFile, _Origin):
+    """Sentence pairs of one origin: a file of source<TAB>target lines.
+
+    repeat: times that a pair occurs in an epoch, 1.0 by default; of a fraction each epoch draws other pairs.
+    in_order: True: consecutive pairs were consecutive in a text.
+    """
+
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9-]{0,63}$")
+    repeat: float = Field(default=1.0, gt=0, le=100)
+    in_order: bool = False
+
+
+class Augmentation(_Strict):
+    """Changes of training pairs, drawn anew in each epoch; each is the share of pairs, or of tokens, that are changed.
+
+    lower_case: the source in lower case.
+    no_full_stop: both sides without their full stop at the end.
+    joined: two pairs as one; neighbours where the collection is in order, otherwise any two of a collection.
+    split_tokens: tokens replaced by the two tokens from which BPE merged them, again and again, as in BPE-dropout
+        (Provilkov et al. 2020), which leaves out merges with this probability.
+    """
+
+    lower_case: float = Field(default=0.0, ge=0, le=1)
+    no_full_stop: float = Field(default=0.0, ge=0, le=1)
+    joined: float = Field(default=0.0, ge=0, le=1)
+    split_tokens: float = Field(default=0.0, ge=0, lt=1)
+
+
 class DataConfig(_Strict):
     """Data for training a translation model: sentence pairs.
 
     pairs: one file of source<TAB>target lines, split by `held_out_rule` of corpus.py; or
+    collections: several such files, each split by that rule; origin, licence and attribution are then theirs; or
     train, valid, test: two aligned files each, source first.
     preprocess: "moses-lower": normalise punctuation, tokenise and lower-case with Moses rules, as published Multi30k
         results do; the model's texts are then tokenised text.
@@ -112,12 +141,38 @@ class DataConfig(_Strict):
     licence: str
     attribution: str
     pairs: DataFile | None = None
+    collections: tuple[Collection, ...] = ()
     train: tuple[DataFile, DataFile] | None = None
     valid: tuple[DataFile, DataFile] | None = None
     test: tuple[DataFile, DataFile] | None = None
     preprocess: Literal["none", "moses-lower"] = "none"
     source_language: str
     target_language: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_origin(cls, raw: object) -> object:
+        """Put together origin, licence and attribution of the collections."""
+        if not isinstance(raw, dict) or not isinstance(raw.get("collections"), list):
+            return raw
+        rows = [row for row in raw["collections"] if isinstance(row, dict)]
+        licences = dict.fromkeys(str(row.get("licence")) for row in rows)
+        joined = {
+            "origin": f"{len(rows)} collections of sentence pairs",
+            "licence": "; ".join(licences),
+            "attribution": "\n".join(
+                f"- {row.get('name')}: {row.get('origin')}. {row.get('licence')}. {row.get('attribution')}"
+                for row in rows
+            ),
+        }
+        return {**joined, **raw}
+
+    @model_validator(mode="after")
+    def _check_names(self) -> Self:
+        names = [collection.name for collection in self.collections]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"collections: the name {twice[0]!r} occurs more than once")
+        return self
 
 
 class TrainConfig(_Strict):
@@ -163,6 +218,7 @@ class Recipe(_Named):
     data: DataConfig
     vocab_size: int = Field(ge=300, le=250_000)
     model: dict[str, object]
+    augmentation: Augmentation = Augmentation()
 
     def model_config_for(self, vocab_size: int) -> ModelConfig:
         """Return the ModelConfig for this vocabulary size."""

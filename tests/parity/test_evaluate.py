@@ -138,6 +138,10 @@ def test_source_beyond_the_limit_counts_as_untranslated(
         ),
         (["--record", "--precision", "int8", "--source", __file__, "--reference", __file__], "leave out the rest"),
         (["--text", __file__], "--text measures decoder-only models; "),
+        (
+            ["--recipe", "tatoeba-en-de", "--data", ".", "--collection", "news"],
+            "--collection 'news' is not one of the recipe's collections: none",
+        ),
         (["--recipe", "tatoeba-en-de", "--data", "/nowhere"], "/nowhere/tatoeba-en-de/pairs.en-de.tsv.gz is missing"),
     ],
 )

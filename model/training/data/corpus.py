@@ -31,6 +31,8 @@ class Corpus:
 
 def load_corpus(config: DataConfig, folder: Path) -> Corpus:
     """Read the recipe's files below `folder` and check their SHA-256. Raises RecipeError naming the file."""
+    if config.collections:
+        return joined_corpus(list(load_collections(config, folder).values()))
     if config.pairs is not None:
         corpus = held_out_rule(_split_tabs(_read_lines(folder, config.pairs), folder / config.pairs.path))
     elif config.train and config.valid and config.test:
@@ -40,10 +42,45 @@ def load_corpus(config: DataConfig, folder: Path) -> Corpus:
             test=_read_parallel(folder, config.test),
         )
     else:
-        raise RecipeError("data: give either pairs, or train, valid and test")
+        raise RecipeError("data: give pairs, or collections, or train, valid and test")
     if config.preprocess == "moses-lower":
         corpus = _moses_lower(corpus, config)
     return corpus
+
+
+def load_collections(config: DataConfig, folder: Path) -> dict[str, Corpus]:
+    """Read the recipe's collections, by name, as `load_corpus` reads files.
+
+    Each is split by itself, so that its test part depends on it alone. A training pair with a sentence of a validation
+    or test part of another collection is left out.
+    """
+    parts = {
+        file.name: held_out_rule(_split_tabs(_read_lines(folder, file), folder / file.path))
+        for file in config.collections
+    }
+    held_out = {
+        (side, _match_key(text))
+        for corpus in parts.values()
+        for pair in (*corpus.valid, *corpus.test)
+        for side, text in enumerate(pair)
+    }
+
+    def is_kept(pair: Pair) -> bool:
+        return not any((side, _match_key(text)) in held_out for side, text in enumerate(pair))
+
+    return {
+        name: Corpus(train=[pair for pair in corpus.train if is_kept(pair)], valid=corpus.valid, test=corpus.test)
+        for name, corpus in parts.items()
+    }
+
+
+def joined_corpus(parts: Sequence[Corpus]) -> Corpus:
+    """Return all pairs of several corpora."""
+    return Corpus(
+        train=[pair for part in parts for pair in part.train],
+        valid=[pair for part in parts for pair in part.valid],
+        test=[pair for part in parts for pair in part.test],
+    )
 
 
 def read_verified(folder: Path, file: DataFile) -> bytes:

@@ -12,8 +12,10 @@ from antiphon.model.checkpoints.checkpoint import CheckpointError
 from antiphon.model.config import ModelConfig
 from antiphon.model.ops.attention import Backend
 from antiphon.model.text.tokenizer import Tokenizer, byte_bpe_format
-from antiphon.model.training.data.corpus import load_corpus
+from antiphon.model.training.data.corpus import Pair, joined_corpus, load_collections, load_corpus
+from antiphon.model.training.data.pair_epochs import RepeatedPairs, epoch_pairs
 from antiphon.model.training.data.text_files import Part
+from antiphon.model.training.data.token_splitting import TokenSplitter
 from antiphon.model.training.data.translation_data import (
     IGNORED_LABEL,
     Batch,
@@ -23,7 +25,7 @@ from antiphon.model.training.data.translation_data import (
     plan_batches,
     rows_of,
 )
-from antiphon.model.training.recipe import Recipe
+from antiphon.model.training.recipe import Augmentation, Recipe
 from antiphon.model.training.tasks.loss import linear_cross_entropy
 from antiphon.model.training.tasks.training_task import RunFolders, provenance_of, run_tokenizer, start_model
 from antiphon.model.transformer.transformer import Transformer
@@ -83,18 +85,52 @@ class TranslationTask:
     def __init__(self, recipe: Recipe, folders: RunFolders) -> None:
         self.recipe = recipe
         self.folders = folders
-        corpus = load_corpus(recipe.data, folders.data)
-        self.tokenizer = run_tokenizer(
-            folders, lambda: Tokenizer.train([text for pair in corpus.train for text in pair], recipe.vocab_size)
-        )
+        self._read_pairs()
+        self.tokenizer = run_tokenizer(folders, self._train_tokenizer)
         self.text = byte_bpe_format(self.tokenizer)
         self.config = self._config()
-        limits = dict(max_source=self.config.max_source_len, max_target=self.config.max_target_len)
+        self._splitter = TokenSplitter(self.tokenizer, recipe.augmentation.split_tokens)
+        changes = recipe.augmentation != Augmentation()
+        self._train_varies = changes or any(part.repeat != 1 for part in self._repeated)
         self.examples: dict[Part, list[Example]] = {
-            "train": encode_pairs(corpus.train, self.tokenizer, **limits),
-            "valid": encode_pairs(corpus.valid, self.tokenizer, **limits),
-            "test": encode_pairs(corpus.test, self.tokenizer, **limits),
+            "train": [] if self._train_varies else self._encoded(self._corpus.train),
+            "valid": self._encoded(self._corpus.valid),
+            "test": self._encoded(self._corpus.test),
         }
+
+    def _read_pairs(self) -> None:
+        data = self.recipe.data
+        if data.collections:
+            corpora = load_collections(data, self.folders.data)
+            self._corpus = joined_corpus(list(corpora.values()))
+            self._repeated = [
+                RepeatedPairs(pairs=corpora[file.name].train, repeat=file.repeat, in_order=file.in_order)
+                for file in data.collections
+            ]
+        else:
+            self._corpus = load_corpus(data, self.folders.data)
+            self._repeated = [RepeatedPairs(pairs=self._corpus.train)]
+
+    def _train_tokenizer(self) -> Tokenizer:
+        pairs = epoch_pairs(self._repeated, Augmentation(), seed=0)
+        return Tokenizer.train([text for pair in pairs for text in pair], self.recipe.vocab_size)
+
+    def _examples(self, part: Part, seed: int) -> list[Example]:
+        """Return the examples of a part; the seed draws those of training if they differ between epochs."""
+        if part != "train" or not self._train_varies:
+            return self.examples[part]
+        examples = self._encoded(epoch_pairs(self._repeated, self.recipe.augmentation, seed))
+        sources = self._splitter.split([example.source for example in examples], 2 * seed)
+        targets = self._splitter.split([example.target for example in examples], 2 * seed + 1)
+        return [
+            Example(source=source, target=target)
+            for source, target in zip(sources, targets, strict=True)
+            if len(source) <= self.config.max_source_len and len(target) < self.config.max_target_len
+        ]
+
+    def _encoded(self, pairs: Sequence[Pair]) -> list[Example]:
+        config = self.config
+        return encode_pairs(pairs, self.tokenizer, max_source=config.max_source_len, max_target=config.max_target_len)
 
     def _config(self) -> ModelConfig:
         init = self.folders.init
@@ -123,9 +159,10 @@ class TranslationTask:
     def batches(self, part: Part, seed: int) -> PairBatches:
         """Return the batches of one epoch, see TrainingTask."""
         batch_tokens = self.recipe.train.batch_tokens
+        examples = self._examples(part, seed)
         return PairBatches(
-            examples=self.examples[part],
-            plan=plan_batches(self.examples[part], batch_tokens, seed),
+            examples=examples,
+            plan=plan_batches(examples, batch_tokens, seed),
             tokenizer=self.tokenizer,
             config=self.config,
             batch_tokens=batch_tokens,

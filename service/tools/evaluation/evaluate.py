@@ -26,8 +26,8 @@ from antiphon.model.bundle.manifest import MANIFEST_NAME, Bundle, BundleError, P
 from antiphon.model.ops.workspace import WorkspaceError
 from antiphon.model.text.format import TextFormat
 from antiphon.model.text.tokenizer import TokenizerError, open_tokenizer
-from antiphon.model.training.data.corpus import Pair, load_corpus
-from antiphon.model.training.recipe import FineTuneRecipe, RecipeError, load_any_recipe, load_recipe
+from antiphon.model.training.data.corpus import Corpus, Pair, load_collections, load_corpus
+from antiphon.model.training.recipe import DataConfig, FineTuneRecipe, RecipeError, load_any_recipe, load_recipe
 from antiphon.service.domain.errors import InvalidArgument
 from antiphon.service.domain.limits import ALLOWED
 from antiphon.service.rpc.v1.requests.languages import RequestLanguages, named_languages
@@ -51,8 +51,8 @@ OneScore = TypeVar("OneScore", LabelScore, TextScore)
 
 # Options of translations and labels, which --text excludes.
 _NOT_BESIDE_TEXT = (
-    "recipe", "data", "source", "reference", "source_language", "target_language", "ctranslate2", "checkpoint",
-    "output",
+    "recipe", "data", "collection", "source", "reference", "source_language", "target_language", "ctranslate2",
+    "checkpoint", "output",
 )  # fmt: skip
 # Options of a model on this machine, which --target excludes.
 _NOT_OF_SERVER = ("model", "text", "precision", "ctranslate2", "record", "checkpoint")
@@ -74,6 +74,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--recipe", help="score the held-out part of this recipe's data (with --data)")
     parser.add_argument("--data", type=Path, help="folder of the recipe's data files")
     parser.add_argument("--part", choices=("test", "valid"), default="test", help="part of the recipe's data")
+    parser.add_argument(
+        "--collection", metavar="NAME", help="only this collection of the recipe's data, if it has several"
+    )
     parser.add_argument("--source", type=Path, help="or: a file of sources, one per line, plain or .gz")
     parser.add_argument("--reference", type=Path, help="and its references, line by line")
     parser.add_argument(
@@ -247,7 +250,7 @@ def _recorded(
 def _test_set(args: argparse.Namespace) -> TestSet:
     if args.recipe and args.data:
         recipe = load_recipe(args.recipe)
-        corpus = load_corpus(recipe.data, args.data)
+        corpus = _corpus(recipe.data, args.data, args.collection)
         pairs = _first_references(corpus.test if args.part == "test" else corpus.valid)
         return TestSet(pairs=pairs, is_tokenised=recipe.data.preprocess == "moses-lower")
     if args.source and args.reference:
@@ -258,6 +261,16 @@ def _test_set(args: argparse.Namespace) -> TestSet:
             )
         return TestSet(pairs=list(zip(sources, references, strict=True)), is_tokenised=False)
     raise EvaluationError("give --recipe with --data, or --source with --reference; for a decoder-only model --text")
+
+
+def _corpus(config: DataConfig, folder: Path, collection: str | None) -> Corpus:
+    if collection is None:
+        return load_corpus(config, folder)
+    names = [file.name for file in config.collections]
+    if collection not in names:
+        known = ", ".join(names) if names else "none"
+        raise EvaluationError(f"--collection {collection!r} is not one of the recipe's collections: {known}")
+    return load_collections(config, folder)[collection]
 
 
 def _first_references(pairs: Sequence[Pair]) -> list[Pair]:

@@ -1,0 +1,125 @@
+"""Several collections of sentence pairs: their split, repeats, augmentation and token splitting."""
+
+import hashlib
+import os
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from antiphon.model.text.tokenizer import Tokenizer
+from antiphon.model.training.data.corpus import Pair, held_out_rule, load_collections, load_corpus
+from antiphon.model.training.data.pair_epochs import RepeatedPairs, epoch_pairs
+from antiphon.model.training.data.token_splitting import TokenSplitter
+from antiphon.model.training.recipe import Augmentation, DataConfig, load_recipe
+
+DATA = os.environ.get("ANTIPHON_DATA")
+
+TEXTS = [f"Number {index} is the sum of its {index % 7} parts." for index in range(400)]
+
+
+def pairs_of(language: str, count: int) -> list[Pair]:
+    return [(f"{language} source {index}", f"{language} target {index}") for index in range(count)]
+
+
+def collections(folder: Path, parts: dict[str, list[Pair]]) -> DataConfig:
+    described = []
+    for name, pairs in parts.items():
+        content = "".join(f"{source}\t{target}\n" for source, target in pairs).encode()
+        (folder / f"{name}.tsv").write_bytes(content)
+        described.append(
+            {"name": name, "path": f"{name}.tsv", "sha256": hashlib.sha256(content).hexdigest()}
+            | {"origin": f"origin of {name}", "licence": f"licence of {name}", "attribution": f"authors of {name}"}
+        )
+    return DataConfig.model_validate({"collections": described, "source_language": "en", "target_language": "de"})
+
+
+def test_each_collection_is_split_as_if_alone_and_no_held_out_sentence_is_trained_on(tmp_path: Path) -> None:
+    first = pairs_of("first", 3000)
+    shared = [(source, f"other {target}") for source, target in first[:1500]]
+    config = collections(tmp_path, {"one": first, "two": [*shared, *pairs_of("second", 1500)]})
+    parts = load_collections(config, tmp_path)
+    assert parts["one"].test == held_out_rule(first).test
+    held_out = {source for part in parts.values() for source, _ in (*part.valid, *part.test)}
+    assert held_out & {source for source, _ in shared}
+    for part in parts.values():
+        assert part.train
+        assert held_out.isdisjoint(source for source, _ in part.train)
+    assert load_corpus(config, tmp_path).test == parts["one"].test + parts["two"].test
+
+
+def test_origin_of_collections_names_each_of_them(tmp_path: Path) -> None:
+    config = collections(tmp_path, {"one": pairs_of("a", 3), "two": pairs_of("b", 3)})
+    assert config.licence == "licence of one; licence of two"
+    assert config.attribution.splitlines() == [
+        f"- {name}: origin of {name}. licence of {name}. authors of {name}" for name in ("one", "two")
+    ]
+
+
+def test_a_name_that_occurs_twice_is_refused(tmp_path: Path) -> None:
+    config = collections(tmp_path, {"one": pairs_of("a", 3)}).model_dump()
+    with pytest.raises(ValueError, match="'one' occurs more than once"):
+        DataConfig.model_validate({**config, "collections": [*config["collections"] * 2]})
+
+
+def test_pairs_occur_as_often_as_repeat_says() -> None:
+    parts = [RepeatedPairs(pairs=pairs_of("a", 40), repeat=2.25), RepeatedPairs(pairs=pairs_of("b", 30), repeat=0.5)]
+    drawn = [Counter(epoch_pairs(parts, Augmentation(), seed)) for seed in (1, 2)]
+    for counts in drawn:
+        assert Counter(counts[pair] for pair in parts[0].pairs) == {2: 30, 3: 10}
+        assert Counter(counts[pair] for pair in parts[1].pairs) == {0: 15, 1: 15}
+    assert drawn[0] != drawn[1]
+    assert Counter(epoch_pairs(parts, Augmentation(), 1)) == drawn[0]
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_joined_pairs_are_neighbours_only_in_collections_in_order(*, in_order: bool) -> None:
+    pairs = [(f"s{index}", f"t{index}") for index in range(500)]
+    part = RepeatedPairs(pairs=pairs, in_order=in_order)
+    found = epoch_pairs([part], Augmentation(joined=0.5), seed=3)
+    joined = [(source.split(), target.split()) for source, target in found if " " in source]
+    assert 200 < len(joined) < 300
+    distances = set()
+    for sources, targets in joined:
+        assert [text[1:] for text in sources] == [text[1:] for text in targets]
+        distances.add(int(sources[1][1:]) - int(sources[0][1:]))
+    assert (distances == {1}) == in_order
+
+
+def test_noise_changes_case_of_the_source_and_full_stops_of_both_sides() -> None:
+    pairs = [("A House.", "Ein Haus."), ("Why?", "Warum?")] * 500
+    found = Counter(epoch_pairs([RepeatedPairs(pairs=pairs)], Augmentation(lower_case=0.5, no_full_stop=0.5), seed=1))
+    houses = {("A House.", "Ein Haus."), ("a house.", "Ein Haus."), ("A House", "Ein Haus"), ("a house", "Ein Haus")}
+    assert set(found) == {*houses, ("Why?", "Warum?"), ("why?", "Warum?")}
+    assert min(found[pair] for pair in houses) > 80  # of 125 expected, with a deviation below 11
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.3, 0.999])
+def test_split_tokens_are_the_same_texts(rate: float) -> None:
+    tokenizer = Tokenizer.train(TEXTS, 400)
+    rows = [tokenizer.encode(text) for text in ("", *TEXTS[:50], "")]
+    split = TokenSplitter(tokenizer, rate).split(rows, seed=7)
+    assert [tokenizer.decode(row) for row in split] == [tokenizer.decode(row) for row in rows]
+    lengths = [sum(len(row) for row in some) for some in (rows, split)]
+    assert lengths[1] > lengths[0] if rate else split == rows
+    assert split == TokenSplitter(tokenizer, rate).split(rows, seed=7)
+
+
+def test_share_of_split_tokens_is_the_rate() -> None:
+    tokenizer = Tokenizer.train(TEXTS, 400)
+    merged, left, right = tokenizer.merges()[0]  # of two bytes, which cannot be split again
+    whole = [[merged]] * 4000
+    split = TokenSplitter(tokenizer, 0.25).split(whole, seed=1)
+    assert np.mean([row != [merged] for row in split]) == pytest.approx(0.25, abs=0.04)
+    assert {tuple(row) for row in split} == {(merged,), (left, right)}
+
+
+@pytest.mark.skipif(DATA is None, reason="ANTIPHON_DATA does not name a folder with the training data")
+def test_held_out_pairs_of_tatoeba_are_those_of_the_recipe_of_tatoeba_alone() -> None:
+    folder = Path(str(DATA))
+    parts = load_collections(load_recipe("open-en-de").data, folder)
+    alone = load_corpus(load_recipe("tatoeba-en-de").data, folder)
+    assert parts["tatoeba"].test == alone.test
+    assert len(alone.train) * 0.99 < len(parts["tatoeba"].train) <= len(alone.train)
+    assert all(part.train and part.valid and part.test for part in parts.values())
