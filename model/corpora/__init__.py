@@ -1,0 +1,1 @@
+"""Corpora made from openly licensed packages of Debian."""
