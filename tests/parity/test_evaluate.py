@@ -13,13 +13,23 @@ import pytest
 import sacrebleu
 
 from antiphon.cli.main import main
+from antiphon.client import Client, Options, ServerError
 from antiphon.model.bundle.manifest import Bundle, load_bundle, write_manifest
 from antiphon.model.checkpoints.checkpoint import Checkpoint
 from antiphon.model.export.export import export_bundle
+from antiphon.service.server.settings import SHIPPED_BUNDLE
 from tests.integration.process import ServerProcess
 
 SOURCES = ["one two three", "a longer line, with more of it", "x", "völlig anders", "one two three"]
 REFERENCES = ["eins zwei drei", "eine längere Zeile", "x", "something else", "eins zwei"]
+
+ENGLISH = [
+    "I would like to book a table for two people tonight, please.",
+    "The government announced on Tuesday that it would change the rules for small companies.",
+    "How are you?",
+    "I have never seen such rain before, have you?",
+    "Nobody in the village remembered who had built the old stone bridge.",
+]
 
 
 @pytest.fixture
@@ -62,6 +72,48 @@ def test_running_server_scores_as_its_bundle_does(
         assert served[name] == offline[name]
     assert main(["evaluate", "--target", "127.0.0.1:1", *files]) == 2
     assert "127.0.0.1:1" in capsys.readouterr().err
+
+
+def test_beam_search_gives_the_translations_of_a_client_with_that_width(
+    files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "source").write_text("".join(f"{line}\n" for line in ENGLISH), encoding="utf-8")
+    outputs = {name: tmp_path / name for name in ("greedy", "bundle", "server")}
+    evaluate(capsys, str(SHIPPED_BUNDLE), *files, "--output", str(outputs["greedy"]))
+    evaluate(capsys, str(SHIPPED_BUNDLE), *files, "--beam-width", "3", "--output", str(outputs["bundle"]))
+    with ServerProcess(SHIPPED_BUNDLE) as server:
+        target = ("--target", server.target, *files, "--beam-width", "3")
+        evaluate(capsys, *target, "--output", str(outputs["server"]))
+        with Client(server.target) as client:
+            expected = [
+                answer.text
+                for answer in client.generate_many(ENGLISH, Options(beam_width=3))
+                if not isinstance(answer, ServerError)
+            ]
+    found = {name: path.read_text(encoding="utf-8").split("\n")[:-1] for name, path in outputs.items()}
+    assert found["bundle"] == found["server"] == expected
+    assert found["bundle"] != found["greedy"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--beam-width", "99"], "--beam-width is 99; it must be between 1 and 16"),
+        (["--beam-width", "5", "--rows", "4"], "--beam-width is 5; it must be at most --rows, 4"),
+    ],
+)
+def test_wrong_beam_width_is_refused(
+    bundle: Bundle, files: list[str], capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert main(["evaluate", str(bundle.path), *files, *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_beam_search_of_a_checkpoint_is_refused(
+    checkpoint: Checkpoint, files: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["evaluate", str(checkpoint.text_folder), *files, "--beam-width", "2"]) == 2
+    assert "--beam-width needs a bundle or a server" in capsys.readouterr().err
 
 
 def copy_of(bundle: Bundle, path: Path) -> Path:

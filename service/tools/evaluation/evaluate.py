@@ -20,7 +20,7 @@ from tempfile import TemporaryDirectory
 from typing import TypeVar
 
 from antiphon.cli.connection_flags import add_call_flags, add_connection_flags, connection_problem, read_terms
-from antiphon.client import ServerError
+from antiphon.client import Options, ServerError
 from antiphon.model.bundle.graph import GraphError
 from antiphon.model.bundle.manifest import MANIFEST_NAME, Bundle, BundleError, Precision, load_bundle
 from antiphon.model.ops.workspace import WorkspaceError
@@ -30,6 +30,7 @@ from antiphon.model.training.data.corpus import Corpus, Pair, load_collections, 
 from antiphon.model.training.recipe import DataConfig, FineTuneRecipe, RecipeError, load_any_recipe, load_recipe
 from antiphon.service.domain.errors import InvalidArgument
 from antiphon.service.domain.limits import ALLOWED
+from antiphon.service.domain.request import SamplingParams
 from antiphon.service.rpc.v1.requests.languages import RequestLanguages, named_languages
 from antiphon.service.runtime.encoder_runner import EncoderRunner
 from antiphon.service.runtime.runners import open_runner
@@ -99,6 +100,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")
     parser.add_argument("--rows", type=int, default=32, help="sentences that run together")
+    parser.add_argument("--beam-width", type=int, default=1, help="live beams of a beam search (default: 1, greedy)")
     parser.add_argument(
         "--ctranslate2", action="store_true", help="for a checkpoint: also run CTranslate2, same weights"
     )
@@ -161,7 +163,8 @@ def _evaluate_server(args: argparse.Namespace) -> Score:
     _check_output(args)
     languages = (args.source_language, args.target_language)
     try:
-        return evaluate_server(args.target, languages, read_terms(args), _test_set(args), args.output)
+        options = Options(beam_width=_params(args).beam_width)
+        return evaluate_server(args.target, languages, read_terms(args), options, _test_set(args), args.output)
     except ServerError as error:
         raise EvaluationError(f"{args.target}: {error}") from None
     except ValueError as error:
@@ -321,11 +324,22 @@ def _evaluate_bundle(args: argparse.Namespace, test_set: TestSet) -> list[Score]
     limit = bundle.manifest.model.max_source_len
     reader = Reader(open_tokenizer(bundle.path, text), text, limit, languages.ids)
     runner = open_runner(bundle, max_rows=args.rows, threads=args.threads, precision=args.precision)
+    params = _params(args)
 
     def decode(sources: Sequence[list[int]]) -> list[list[int]]:
-        return asyncio.run(run_engine(runner, sources, languages))
+        return asyncio.run(run_engine(runner, sources, params, languages))
 
     return [score_system(f"antiphon {runner.precision}", decode, reader, test_set, args.output)]
+
+
+def _params(args: argparse.Namespace) -> SamplingParams:
+    try:
+        params = SamplingParams(beam_width=args.beam_width)
+    except InvalidArgument as error:
+        raise EvaluationError(f"--beam-width is {error.value}; it must be {error.allowed}") from None
+    if params.num_rows > args.rows:
+        raise EvaluationError(f"--beam-width is {params.num_rows}; it must be at most --rows, {args.rows}")
+    return params
 
 
 def _languages(text: TextFormat, args: argparse.Namespace) -> RequestLanguages:
@@ -337,6 +351,8 @@ def _languages(text: TextFormat, args: argparse.Namespace) -> RequestLanguages:
 
 
 def _evaluate_checkpoint(args: argparse.Namespace, test_set: TestSet) -> list[Score]:
+    if args.beam_width != 1:
+        raise EvaluationError("--beam-width needs a bundle or a server; a checkpoint decodes greedily")
     import torch
 
     from antiphon.model.checkpoints.checkpoint import CheckpointError, load_checkpoint

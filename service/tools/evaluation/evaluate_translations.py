@@ -27,6 +27,7 @@ from antiphon.service.tools.evaluation.offline import answer_all
 Decode = Callable[[Sequence[list[int]]], list[list[int]]]
 
 _NO_LANGUAGES = RequestLanguages()
+_GREEDY = SamplingParams()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,15 +82,18 @@ class Reader:
 
 
 async def run_engine(
-    runner: AnyRunner, sources: Sequence[list[int]], languages: RequestLanguages = _NO_LANGUAGES
+    runner: AnyRunner,
+    sources: Sequence[list[int]],
+    params: SamplingParams = _GREEDY,
+    languages: RequestLanguages = _NO_LANGUAGES,
 ) -> list[list[int]]:
-    """Submit all sources (ids as the model reads them) at once; return their greedy target ids, in order."""
+    """Submit all sources (ids as the model reads them) at once; return the target ids of the best outputs, in order."""
     requests = [
         Generate(
             arrival=Arrival(request_id=str(index), arrival_s=0.0),
             source_ids=tuple(source),
             begin_id=languages.begin_id,
-            params=languages.params(SamplingParams(), ()),
+            params=languages.params(params, ()),
         )
         for index, source in enumerate(sources)
     ]

@@ -9,12 +9,11 @@ from antiphon.model.corpora.ding import ding_pairs, is_sentence
     ("line", "pairs"),
     [
         (
-            "Dienst {m} (im Staat) [adm.] | Dienste {pl} | in die Dienste treten [hist.] :: "
-            + "service (of the state) | services | to enter the service",
+            "Dienst {m} (im Staat) [adm.] | Dienste {pl} | dienen [hist.] :: service (state) | services | serve",
             [
                 ("service", "Dienst"),
                 ("services", "Dienste"),
-                ("to enter the service", "in die Dienste treten"),
+                ("serve", "dienen"),
             ],
         ),
         ("erschöpft; geschafft {adj} :: fagged; jiggered [Br.]", [("fagged", "erschöpft"), ("jiggered", "geschafft")]),
