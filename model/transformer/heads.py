@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from antiphon.model.config import ModelConfig
 from antiphon.model.head_config import HeadConfig
 from antiphon.model.ops.activations import ACTIVATIONS
+from antiphon.model.transformer.dropout import Dropout
 
 
 class Head(nn.Module):
@@ -24,7 +25,7 @@ class Head(nn.Module):
         self.transform = nn.Linear(config.d_model, width) if head.transform_width is not None else None
         self.activation = ACTIVATIONS[head.activation]
         self.norm = nn.LayerNorm(width, eps=config.norm_eps) if head.norm else None
-        self.dropout = nn.Dropout(config.dropout if head.labels else 0.0)
+        self.dropout = Dropout(config.dropout if head.labels else 0.0)
         self.output: nn.Linear | None = None
         if head.task != "pool":
             outputs = config.vocab_size if head.task == "fill_mask" else len(head.labels)

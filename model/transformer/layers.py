@@ -17,6 +17,7 @@ from antiphon.model.config import ModelConfig
 from antiphon.model.ops.activations import ACTIVATIONS
 from antiphon.model.ops.attention import Backend, attention, cached_attention, sdpa_attention
 from antiphon.model.ops.disentangled import PositionProjections, position_scores
+from antiphon.model.transformer.dropout import Dropout
 from antiphon.model.transformer.positions import rotary_tables, rotate
 
 KV = tuple[Tensor, Tensor]
@@ -62,7 +63,7 @@ class FeedForward(nn.Module):
         self.inner = nn.Linear(config.d_model, config.d_ff * (2 if config.gated else 1), bias=config.bias)
         self.outer = nn.Linear(config.d_ff, config.d_model, bias=config.bias)
         self.activation = ACTIVATIONS[config.activation]
-        self.dropout = nn.Dropout(config.dropout if config.activation_dropout else 0.0)
+        self.dropout = Dropout(config.dropout if config.activation_dropout else 0.0)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Apply to hidden [..., M]; returns the same shape."""
@@ -174,7 +175,7 @@ class Residual(nn.Module):
         self.norm = make_norm(config)
         self.pre = config.norm_placement == "pre"
         self.adds = config.residual
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
 
     def before(self, hidden: Tensor) -> Tensor:
         """Return the input of the sublayer f."""

@@ -19,6 +19,7 @@ from antiphon.model.config import ModelConfig
 from antiphon.model.head_config import Task
 from antiphon.model.ops.attention import Backend
 from antiphon.model.ops.disentangled import RelativePositions
+from antiphon.model.transformer.dropout import Dropout
 from antiphon.model.transformer.heads import Head
 from antiphon.model.transformer.layers import KV, DecoderLayer, EncoderLayer, make_norm
 from antiphon.model.transformer.positions import AbsolutePositions, RelativeBias
@@ -40,7 +41,7 @@ class Stack(nn.Module):
         self.widen = nn.Linear(width, config.d_model) if config.embedding_width is not None else nn.Identity()
         self.layers = nn.ModuleList(layers)
         self.final_norm = make_norm(config) if config.norm_placement == "pre" else nn.Identity()
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
         self.checkpoint_layers = False
 
     def embed(self, ids: Tensor, positions: Tensor, type_ids: Tensor | None = None) -> Tensor:
