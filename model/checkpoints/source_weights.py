@@ -229,7 +229,7 @@ class SourceWeights:
         alien += [name for name in unused if name in self._replaced]
         if alien:
             raise SourceError(
-                f"the adapter changes {len(alien)} tensors that the {family} model of config.json does not have: "
+                f"the adapter changes what the {family} model of config.json does not have, {len(alien)} in number: "
                 f"{_listed(alien)}. Check that it was trained on this checkpoint."
             )
 

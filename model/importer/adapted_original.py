@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from antiphon.model.checkpoints.adapters.adapter import Adapter
+from antiphon.model.checkpoints.adapters.adapter import PREFIX, Adapter
 from antiphon.model.export.verification.verify import VerificationError
 
 
@@ -24,13 +24,22 @@ def insert_adapter(original: Any, adapter: Adapter) -> None:
         warnings.simplefilter("ignore")  # advice on training
         described = peft.PeftConfig.from_pretrained(str(adapter.folder))
         peft.inject_adapter_in_model(described, trained)
-        result = set_peft_model_state_dict(trained, load_peft_weights(str(adapter.folder), device="cpu"))
-    if result.unexpected_keys:
+        tensors = load_peft_weights(str(adapter.folder), device="cpu")
+        try:
+            placed: Any = set_peft_model_state_dict(trained, {_without_prefix(name): tensors[name] for name in tensors})
+        except (KeyError, RuntimeError) as error:
+            kind = type(original).__name__
+            raise VerificationError(f"peft cannot read the adapter {adapter.folder} for {kind}: {error}") from None
+    if placed.unexpected_keys:
         raise VerificationError(
-            f"peft finds no place for {', '.join(result.unexpected_keys[:3])} in {type(original).__name__}, so the "
+            f"peft finds no place for {', '.join(placed.unexpected_keys[:3])} in {type(original).__name__}, so the "
             "import cannot be compared with it; --no-verify skips the comparison"
         )
     original.eval()
+
+
+def _without_prefix(name: str) -> str:
+    return name.removeprefix(PREFIX)
 
 
 def _trained_part(original: Any, adapter: Adapter) -> nn.Module:

@@ -16,13 +16,15 @@ from antiphon.model.head_config import FIRST_TOKEN_TASKS, Task
 from antiphon.model.transformer.transformer import Transformer
 
 _SHAPE = (3, 11)
-_OUTPUTS: Mapping[Task, str] = {
-    "fill_mask": "prediction_logits",
-    "next_sentence": "seq_relationship_logits",
-    "classify": "logits",
-    "tag": "logits",
-    "pool": "pooler_output",
+# Names of transformers' outputs for each head.
+_OUTPUTS: Mapping[Task, tuple[str, ...]] = {
+    "fill_mask": ("prediction_logits", "logits"),
+    "next_sentence": ("seq_relationship_logits",),
+    "classify": ("logits",),
+    "tag": ("logits",),
+    "pool": ("pooler_output",),
 }
+_NAMES = tuple(dict.fromkeys(name for names in _OUTPUTS.values() for name in names))
 
 
 def random_ids(vocab_size: int, seed: int) -> Tensor:
@@ -60,7 +62,7 @@ def train_adapter(base: Path, kind: str, folder: Path, options: Mapping[str, Any
 
 
 def _floats(outputs: Any) -> list[str]:
-    return [name for name in ("logits", *dict.fromkeys(_OUTPUTS.values()), "last_hidden_state") if name in outputs]
+    return [name for name in (*_NAMES, "last_hidden_state") if name in outputs]
 
 
 def open_adapted(base: Path, kind: str, folder: Path, *, merged: bool, **settings: Any) -> Any:
@@ -74,21 +76,20 @@ def open_adapted(base: Path, kind: str, folder: Path, *, merged: bool, **setting
 
 @torch.no_grad()
 def outputs_of_theirs(model: Any) -> dict[str, Tensor]:
-    """Return the outputs by name: logits [B, T, V] of a decoder, or the states and the outputs of heads."""
+    """Return the outputs by name: logits [B, T, V], last states [B, S, M] of a single stack, outputs of heads."""
     found = model(**inputs_of(model.config), output_hidden_states=True)
-    if "hidden_states" not in found or model.config.is_encoder_decoder:
-        return {"logits": found.logits}
-    states = {"states": found.hidden_states[-1]}
-    return states | {name: found[name] for name in ("logits", *_OUTPUTS.values()) if name in found}
+    states = {"states": found.hidden_states[-1]} if "hidden_states" in found else {}
+    return states | {name: found[name] for name in _NAMES if name in found}
 
 
 @torch.no_grad()
-def outputs_of_ours(model: Transformer, expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return our outputs by the names in `expected`."""
+def outputs_of_ours(model: Transformer) -> dict[str, Tensor]:
+    """Return our outputs by the same names; "logits" are those of a decoder or of the last head with that name."""
     config = model.config
     source = random_ids(config.resolved_source_vocab_size, 1)
     if config.architecture == "decoder":
-        return {"logits": model.logits(model.decode(source, None))}
+        states = model.decode(source, None)
+        return {"states": states, "logits": model.logits(states)}
     lens = torch.full((len(source),), source.shape[1], dtype=torch.int32)
     memory = model.encode(source, lens, torch.zeros_like(source) if config.token_types else None)
     if config.architecture == "encoder-decoder":
@@ -96,6 +97,6 @@ def outputs_of_ours(model: Transformer, expected: Mapping[str, Tensor]) -> dict[
         return {"logits": model.logits(model.decode(target, model.project_memory(memory), lens))}
     found = {"states": memory}
     for head in config.heads:
-        name = _OUTPUTS[head.task] if _OUTPUTS[head.task] in expected else "logits"
-        found[name] = model.read_out(head.task, memory[:, 0] if head.task in FIRST_TOKEN_TASKS else memory)
+        output = model.read_out(head.task, memory[:, 0] if head.task in FIRST_TOKEN_TASKS else memory)
+        found |= dict.fromkeys(_OUTPUTS[head.task], output)
     return found

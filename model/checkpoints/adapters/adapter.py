@@ -27,7 +27,7 @@ from antiphon.model.checkpoints.adapters.low_rank import BiasChange, LowRankChan
 from antiphon.model.checkpoints.source_weights import Change, SourceError, SourceWeights, open_tensors
 
 _STEM = "adapter_model"
-_PREFIX = "base_model.model."
+PREFIX = "base_model.model."
 _LINEAR = ("lora_A.weight", "lora_B.weight")
 _EMBEDDING = ("lora_embedding_A", "lora_embedding_B")
 _MAGNITUDE, _BIAS = "lora_magnitude_vector", "lora_B.bias"
@@ -106,10 +106,10 @@ def open_adapter(folder: Path) -> Adapter:
 
 def _path(folder: Path, name: str) -> str:
     """Return the path of a tensor in the trained model. Raises SourceError for a name with an unknown meaning."""
-    path = name.removeprefix(_PREFIX).replace(".base_layer.", ".")
-    if path == name or not name.startswith(_PREFIX) or ("lora_" in path and not _PART.fullmatch(path)):
+    path = name.removeprefix(PREFIX).replace(".base_layer.", ".")
+    if path == name or not name.startswith(PREFIX) or ("lora_" in path and not _PART.fullmatch(path)):
         raise SourceError(
-            f"{folder}: the tensor {name} has no known meaning; known are {_PREFIX}PATH with the endings "
+            f"{folder}: the tensor {name} has no known meaning; known are {PREFIX}PATH with the endings "
             f"{', '.join((*_LINEAR, *_EMBEDDING, _MAGNITUDE, _BIAS))}, and tensors of the model"
         )
     return path
