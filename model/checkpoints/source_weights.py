@@ -198,7 +198,7 @@ class SourceWeights:
         adapted = changed or replaced
         raise SourceError(
             f"the adapter changes {_listed(adapted)}, one tensor of this model with {_listed(tied - adapted or tied)}, "
-            "so the model that was trained and the merged model differ. Leave embeddings out of target_modules and "
+            "so the model that was trained and the merged model can differ. Leave embeddings out of target_modules and "
             "modules_to_save, or untie the checkpoint before the training."
         )
 
@@ -225,7 +225,7 @@ class SourceWeights:
 
     def _check_adapter(self, family: str, unused: Iterable[str]) -> None:
         """Raise SourceError if an adapter has tensors for which the model has no place."""
-        alien = [name for name in self._changes if name not in self._taken]
+        alien = [name for name in self._changes if name not in self._taken and name not in self._missing]
         alien += [name for name in unused if name in self._replaced]
         if alien:
             raise SourceError(
@@ -252,10 +252,10 @@ def open_weights(folder: Path, *, on_meta: bool = False) -> SourceWeights:
     return open_tensors(folder, "model", "pytorch_model", on_meta=on_meta)
 
 
-def open_tensors(folder: Path, safetensors: str, bin: str, *, on_meta: bool = False) -> SourceWeights:
-    """Open the files safetensors.safetensors or bin.bin of a directory, or their shards. Raises SourceError."""
-    for stem, suffix, open_file in ((safetensors, "safetensors", _open_safetensors), (bin, "bin", _open_bin)):
-        files = _files(folder, f"{stem}.{suffix}")
+def open_tensors(folder: Path, stem: str, bin_stem: str, *, on_meta: bool = False) -> SourceWeights:
+    """Open STEM.safetensors or BIN_STEM.bin of a directory, or their shards. Raises SourceError naming the file."""
+    for name, open_file in ((f"{stem}.safetensors", _open_safetensors), (f"{bin_stem}.bin", _open_bin)):
+        files = _files(folder, name)
         if files:
             with ExitStack() as stack:
                 readers: dict[str, Callable[[], Tensor]] = {}
@@ -263,7 +263,7 @@ def open_tensors(folder: Path, safetensors: str, bin: str, *, on_meta: bool = Fa
                     readers.update(open_file(path, stack, on_meta=on_meta))
                 return SourceWeights(readers, stack.pop_all(), on_meta=on_meta)
     raise SourceError(
-        f"{folder} has no weights: it needs {safetensors}.safetensors or {bin}.bin, or the index file of its shards"
+        f"{folder} has no weights: it needs {stem}.safetensors or {bin_stem}.bin, or the index file of its shards"
     )
 
 

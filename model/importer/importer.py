@@ -7,7 +7,6 @@ export/export.py writes the bundle.
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -22,6 +21,7 @@ from tqdm import tqdm
 
 from antiphon.model.bundle.manifest import Bundle, BundleError, CacheType, Lowering, Precision, Provenance
 from antiphon.model.checkpoints.adapters.adapter import Adapter, open_adapter
+from antiphon.model.checkpoints.adapters.lora_config import CONFIG_NAME
 from antiphon.model.checkpoints.checkpoint import Checkpoint
 from antiphon.model.checkpoints.families.family import Family, Settings, family_in
 from antiphon.model.checkpoints.settings import describe
@@ -43,6 +43,7 @@ from antiphon.model.importer.convert_tokenizer import convert_tokenizer
 from antiphon.model.importer.generation_settings import generation_defaults, with_start_tokens
 from antiphon.model.importer.hub import find_checkpoint
 from antiphon.model.importer.original import compare_with_original, random_batches, run_original
+from antiphon.model.importer.provenance import provenance_of
 from antiphon.model.text.format import NoTokenizersFile, TextFormat
 from antiphon.model.text.tokenizer import TokenizerError, open_tokenizer
 from antiphon.model.transformer.transformer import Transformer
@@ -152,9 +153,15 @@ def _checkpoint(source: _Source, options: ImportOptions, text_folder: Path) -> C
         tokenizer=tokenizer,
         text=text,
         text_folder=text_folder,
-        provenance=_provenance(options, source.folder, source.adapter),
+        provenance=_provenance(options, source),
         generation=generation,
     )
+
+
+def _provenance(options: ImportOptions, source: _Source) -> Provenance:
+    found = provenance_of(options.source, options.revision, source.folder, source.adapter)
+    stated = {"licence": options.licence, "attribution": options.attribution}
+    return found.model_copy(update={name: value for name, value in stated.items() if value})
 
 
 def _text(source: _Source, text_folder: Path) -> TextFormat:
@@ -170,6 +177,7 @@ def _text(source: _Source, text_folder: Path) -> TextFormat:
 def _inspect(options: ImportOptions) -> _Source:
     """Read everything except the tensors' data, and compare names and shapes with our model. Raises SourceError."""
     folder = find_checkpoint(options.source, options.revision)
+    _refuse_adapter(folder)
     family = family_in(folder)
     settings = with_start_tokens(folder, family.read_settings(folder))
     _refuse_remote_code(settings)
@@ -203,6 +211,15 @@ def _open_weights(folder: Path, family: Family, adapter: Adapter | None, *, on_m
     if adapter is not None:
         adapter.apply(weights, family.input_first)
     return weights
+
+
+def _refuse_adapter(folder: Path) -> None:
+    """Raise SourceError if an adapter is in the checkpoint's directory: transformers would apply it where peft is."""
+    if (folder / CONFIG_NAME).is_file():
+        raise SourceError(
+            f"{folder} has an adapter ({CONFIG_NAME}): import the checkpoint that it was trained on, from a directory "
+            "of its own, and give this one as --adapter"
+        )
 
 
 def _refuse_remote_code(settings: Settings) -> None:
@@ -279,35 +296,6 @@ class _NoRandomWeights(TorchFunctionMode):
         if func in (Tensor.normal_, Tensor.uniform_):
             return args[0].fill_(torch.nan)
         return func(*args, **(kwargs or {}))
-
-
-def _provenance(options: ImportOptions, folder: Path, adapter: Adapter | None) -> Provenance:
-    directory = Path(options.source)
-    name = directory.resolve().name if directory.is_dir() else options.source
-    source = f"{name} at revision {options.revision}" if options.revision else name
-    licence = _stated_licence(folder) or "unknown"
-    meaning = "weights unchanged in meaning"
-    if adapter is not None:
-        source += f", with the adapter {adapter.described}"
-        of_adapter = _stated_licence(adapter.folder)
-        licence += f"; adapter: {of_adapter}" if of_adapter not in (None, licence) else ""
-        meaning = "with an adapter merged into the weights"
-    return Provenance(
-        source=source,
-        licence=options.licence or licence,
-        attribution=options.attribution or f"{name}, by its authors; imported by Antiphon, {meaning}",
-    )
-
-
-def _stated_licence(folder: Path) -> str | None:
-    """Return `license:` of the front matter of a checkpoint's README.md; None without one."""
-    try:
-        readme = (folder / "README.md").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None
-    front = re.match(r"---\n(.*?)\n---", readme, re.DOTALL)
-    match = re.search(r"^license:[ \t]*([^\s#]+)", front.group(1), re.MULTILINE) if front else None
-    return match.group(1).strip("'\"") if match else None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -27,6 +27,7 @@ from antiphon.model.checkpoints.adapters.low_rank import BiasChange, LowRankChan
 from antiphon.model.checkpoints.source_weights import Change, SourceError, SourceWeights, open_tensors
 
 _STEM = "adapter_model"
+_FILES = (f"{_STEM}.safetensors", f"{_STEM}.bin")
 PREFIX = "base_model.model."
 _LINEAR = ("lora_A.weight", "lora_B.weight")
 _EMBEDDING = ("lora_embedding_A", "lora_embedding_B")
@@ -38,11 +39,13 @@ _PART = re.compile(rf"(.+)\.({'|'.join(map(re.escape, (*_LINEAR, *_EMBEDDING, _B
 class Adapter:
     """An adapter in memory, in float32.
 
+    file: file of the tensors.
     products: tensors of each changed module by the last part of their names, such as lora_A.weight.
     replaced: tensors that replace the checkpoint's, by name.
     """
 
     folder: Path
+    file: Path
     config: LoraConfig
     products: Mapping[str, Mapping[str, Tensor]]
     replaced: Mapping[str, Tensor]
@@ -71,12 +74,9 @@ class Adapter:
     @property
     def described(self) -> str:
         """Name and content of the adapter for the provenance: the directory's name and the sha256 of its tensors."""
-        file = next(
-            path for ending in ("safetensors", "bin") for path in sorted(self.folder.glob(f"{_STEM}*.{ending}"))
-        )
-        with file.open("rb") as stream:
+        with self.file.open("rb") as stream:
             digest = hashlib.file_digest(stream, "sha256").hexdigest()
-        return f"{self.folder.resolve().name} ({file.name}, sha256 {digest})"
+        return f"{self.folder.resolve().name} ({self.file.name}, sha256 {digest})"
 
 
 def open_adapter(folder: Path) -> Adapter:
@@ -88,6 +88,7 @@ def open_adapter(folder: Path) -> Adapter:
     if not folder.is_dir():
         raise SourceError(f"--adapter is {folder}, which is not a directory; peft's save_pretrained writes one")
     config = read_lora_config(folder)
+    file = _file(folder)
     products: dict[str, dict[str, Tensor]] = {}
     replaced: dict[str, Tensor] = {}
     with open_tensors(folder, _STEM, _STEM) as weights:
@@ -96,18 +97,26 @@ def open_adapter(folder: Path) -> Adapter:
             if found := _PART.fullmatch(path):
                 products.setdefault(found[1], {})[found[2]] = weights.take(name)
             else:
-                replaced[path] = weights.take(name).clone()
+                replaced[path] = weights.take(name)
     if not products:
         raise SourceError(f"{folder} has no tensors of LoRA, whose names end with {' or '.join(_LINEAR)}")
     for module, parts in products.items():
         _check_parts(folder, config, module, parts)
-    return Adapter(folder=folder, config=config, products=products, replaced=replaced)
+    return Adapter(folder=folder, file=file, config=config, products=products, replaced=replaced)
+
+
+def _file(folder: Path) -> Path:
+    """Return the file of the tensors, the one that peft reads too. Raises SourceError if there is none."""
+    for name in _FILES:
+        if (folder / name).is_file():
+            return folder / name
+    raise SourceError(f"{folder} has neither {' nor '.join(_FILES)}, which peft writes")
 
 
 def _path(folder: Path, name: str) -> str:
     """Return the path of a tensor in the trained model. Raises SourceError for a name with an unknown meaning."""
     path = name.removeprefix(PREFIX).replace(".base_layer.", ".")
-    if path == name or not name.startswith(PREFIX) or ("lora_" in path and not _PART.fullmatch(path)):
+    if not name.startswith(PREFIX) or ("lora_" in path and not _PART.fullmatch(path)):
         raise SourceError(
             f"{folder}: the tensor {name} has no known meaning; known are {PREFIX}PATH with the endings "
             f"{', '.join((*_LINEAR, *_EMBEDDING, _MAGNITUDE, _BIAS))}, and tensors of the model"

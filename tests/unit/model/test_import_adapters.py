@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -176,13 +177,29 @@ def test_base_model_of_another_name_is_only_noted(
         assert capsys.readouterr().err.count("note: the adapter was trained on org/other") == noted
 
 
-def test_missing_directory_and_missing_settings_are_named(
+def test_adapter_in_place_of_the_checkpoint_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused(write_adapter(tmp_path / "adapter"), tmp_path, capsys)
+    assert "import the checkpoint that it was trained on, from a directory of its own, and give this one" in said
+
+
+def test_comparison_names_the_extra_that_has_peft(
+    bart: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)  # imports of it fail
+    said = refused(bart, tmp_path, capsys, "--adapter", str(write_adapter(tmp_path / "adapter")))
+    assert said == "antiphon import: peft is not installed; run: pip install 'antiphon[server,import]'"
+
+
+def test_missing_directory_and_missing_files_are_named(
     bart: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     said = refused(bart, tmp_path, capsys, "--adapter", str(tmp_path / "none"))
     assert "none, which is not a directory" in said
     (tmp_path / "empty").mkdir()
     assert "it has no adapter_config.json" in refused(bart, tmp_path, capsys, "--adapter", str(tmp_path / "empty"))
+    (write_adapter(tmp_path / "half") / "adapter_model.safetensors").unlink()
+    said = refused(bart, tmp_path, capsys, "--adapter", str(tmp_path / "half"))
+    assert "has neither adapter_model.safetensors nor adapter_model.bin" in said
 
 
 def test_pickled_code_of_an_adapter_is_not_run(bart: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
