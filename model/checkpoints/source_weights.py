@@ -2,23 +2,27 @@
 
 Reads safetensors by memory map, or PyTorch's .bin files with weights_only, as one file or in shards. The families
 decide which tensors to take; this module records missing and unused tensors and reports them all at the end.
+An adapter's changes are applied to a tensor when it is read, so no family has to know about adapters.
 """
 
 from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 _SHOWN = 5
+_T = TypeVar("_T")
+# Function from a tensor of a checkpoint, float32, to the tensor after a change of the same shape; raises SourceError.
+Change = Callable[[Tensor], Tensor]
 
 
 class SourceError(Exception):
@@ -39,6 +43,8 @@ class SourceWeights:
         self._missing: list[str] = []
         self._misshapen: list[str] = []
         self._ignored: list[str] = []
+        self._changes: dict[str, Change] = {}
+        self._replaced: dict[str, Tensor] = {}
 
     def __enter__(self) -> SourceWeights:
         return self
@@ -55,30 +61,51 @@ class SourceWeights:
         """Names of all tensors, after strip_prefix and rename_ending."""
         return frozenset(self._readers)
 
+    def adapt(self, changes: Mapping[str, Change], replaced: Mapping[str, Tensor]) -> None:
+        """Apply an adapter to the tensors that are read from now on; call it before names are changed.
+
+        changes: by name of the tensor. replaced: tensors that replace the checkpoint's, or that it does not have.
+        """
+        self._changes = dict(changes)
+        self._replaced = dict(replaced)
+        self._rename(lambda name: name)
+
     def strip_prefix(self, prefix: str) -> None:
-        """Remove a prefix, which only some checkpoints of a family have, from all names."""
-        self._readers = {name.removeprefix(prefix): reader for name, reader in self._readers.items()}
+        """Remove a prefix, which only some checkpoints of a family have, from all names, those of an adapter too."""
+        self._rename(lambda name: name.removeprefix(prefix))
 
     def rename_ending(self, old: str, new: str) -> None:
         """Replace the ending `old` of names by `new`."""
-        self._readers = {
-            name.removesuffix(old) + new if name.endswith(old) else name: reader
-            for name, reader in self._readers.items()
-        }
+        self._rename(lambda name: name.removesuffix(old) + new if name.endswith(old) else name)
+
+    def _rename(self, rename: Callable[[str], str]) -> None:
+        """Rename all tensors. Replacements come last: their names can become equal to the checkpoint's only here."""
+        self._changes = _renamed(self._changes, rename)
+        self._replaced = _renamed(self._replaced, rename)
+        replacements = {name: _reader(self._replacement, name) for name in self._replaced}
+        self._readers = _renamed(self._readers, rename) | replacements
+
+    def _replacement(self, name: str) -> Tensor:
+        return self._replaced[name].to("meta") if self._on_meta else self._replaced[name]
+
+    def _read(self, name: str) -> Tensor:
+        """Return a tensor of the checkpoint, after the adapter's change if there is one."""
+        change = self._changes.get(name)
+        return self._readers[name]() if change is None else change(self._readers[name]().float())
 
     def take(self, name: str) -> Tensor:
         """Return a tensor as float32. Raises SourceError if it is missing."""
         if name not in self._readers:
             raise SourceError(f"the tensor {name} is missing")
         self._taken.add(name)
-        return self._readers[name]().float()
+        return self._read(name).float()
 
     def first_of(self, *names: str) -> str:
         """Return the first of these names that exists; the first name if none exists."""
         return next((name for name in names if name in self._readers), names[0])
 
     def differ(self, first: str, second: str) -> bool:
-        """Return whether both tensors exist and have different values."""
+        """Return whether both tensors exist and have different values before an adapter's low-rank changes."""
         if first == second or first not in self._readers or second not in self._readers:
             return False
         left, right = self._readers[first](), self._readers[second]()
@@ -92,7 +119,7 @@ class SourceWeights:
         self._missing += absent
         if absent:
             return
-        sources = [self._readers[name]() for name in names]
+        sources = [self._read(name) for name in names]
         self._taken.update(names)
         shapes = [list(source.shape) for source in sources]
         if sum(shape[0] for shape in shapes) != ours.shape[0] or any(s[1:] != list(ours.shape[1:]) for s in shapes):
@@ -107,7 +134,7 @@ class SourceWeights:
         if name not in self._readers:
             self._missing.append(name)
             return
-        source = self._readers[name]()
+        source = self._read(name)
         self._taken.add(name)
         if source.numel() != ours.numel():
             self._misshapen.append(f"{name} {list(source.shape)}, expected {ours.numel()} values")
@@ -125,7 +152,7 @@ class SourceWeights:
         if name not in self._readers:
             self._missing.append(name)
             return
-        source = self._readers[name]()
+        source = self._read(name)
         self._taken.add(name)
         if len(source) < len(ours) or source.shape[1:] != ours.shape[1:]:
             self._misshapen.append(f"{name} {list(source.shape)}, expected at least {list(ours.shape)}")
@@ -138,7 +165,7 @@ class SourceWeights:
         if name not in self._readers:
             self._missing.append(name)
             return
-        source = self._readers[name]()
+        source = self._read(name)
         self._taken.add(name)
         if list(source.shape) != [1, *ours.shape[1:]]:
             self._misshapen.append(f"{name} {list(source.shape)}, expected {[1, *ours.shape[1:]]}")
@@ -147,7 +174,11 @@ class SourceWeights:
             ours.add_(source)
 
     def fill_tied(self, ours: Tensor, *names: str) -> None:
-        """Copy a tensor that is stored under several names; `differ` has shown that their values are equal."""
+        """Copy a tensor that is stored under several names; `differ` has shown that their values are equal.
+
+        Raises SourceError if an adapter changes it under some of its names only.
+        """
+        self._refuse_untying(names)
         self.fill(ours, self.first_of(*names))
         self._taken.update(name for name in names if name in self._readers)
 
@@ -155,29 +186,76 @@ class SourceWeights:
         """Allow tensors whose names match this shell pattern to stay unused: buffers that our model computes."""
         self._ignored.append(pattern)
 
+    def _refuse_untying(self, names: Iterable[str]) -> None:
+        """Raise SourceError unless an adapter leaves this tied tensor as it is, or replaces it under all its names.
+
+        peft adds a low-rank change to all names when it merges, but only to one in the model that was trained.
+        """
+        tied = set(names)
+        changed, replaced = tied & self._changes.keys(), tied & self._replaced.keys()
+        if len(tied) == 1 or not (changed or replaced) or (not changed and self._replaced_alike(tied)):
+            return
+        adapted = changed or replaced
+        raise SourceError(
+            f"the adapter changes {_listed(adapted)}, one tensor of this model with {_listed(tied - adapted or tied)}, "
+            "so the model that was trained and the merged model can differ. Leave embeddings out of target_modules and "
+            "modules_to_save, or untie the checkpoint before the training."
+        )
+
+    def _replaced_alike(self, names: set[str]) -> bool:
+        """Return whether an adapter replaces all these tensors by equal ones."""
+        if not names <= self._replaced.keys():
+            return False
+        first, *others = [self._replaced[name] for name in names]
+        return all(torch.equal(first, other) for other in others)
+
     def check(self, family: str) -> None:
         """Raise SourceError if tensors were missing, had another shape, or were not used."""
         unused = [name for name in self._readers if name not in self._taken and not self._is_ignored(name)]
+        self._check_adapter(family, unused)
         kinds = (("missing", self._missing), ("unexpected", unused), ("of another shape", self._misshapen))
-        found = [
-            f"{len(names)} {kind}: {', '.join(sorted(names)[:_SHOWN])}{', ...' if len(names) > _SHOWN else ''}"
-            for kind, names in kinds
-            if names
-        ]
+        found = [f"{len(names)} {kind}: {_listed(names)}" for kind, names in kinds if names]
         if found:
+            adapted = "; the adapter's if its training added layers: modules_to_save must list them"
             raise SourceError(
                 f"the tensors do not fit the {family} model of config.json: {'; '.join(found)}. "
-                "Check that the checkpoint is complete and that config.json belongs to it."
+                "Check that the checkpoint is complete and that config.json belongs to it"
+                f"{adapted if self._changes or self._replaced else ''}."
+            )
+
+    def _check_adapter(self, family: str, unused: Iterable[str]) -> None:
+        """Raise SourceError if an adapter has tensors for which the model has no place."""
+        alien = [name for name in self._changes if name not in self._taken and name not in self._missing]
+        alien += [name for name in unused if name in self._replaced]
+        if alien:
+            raise SourceError(
+                f"the adapter changes what the {family} model of config.json does not have, {len(alien)} in number: "
+                f"{_listed(alien)}. Check that it was trained on this checkpoint."
             )
 
     def _is_ignored(self, name: str) -> bool:
         return any(fnmatchcase(name, pattern) for pattern in self._ignored)
 
 
+def _listed(names: Iterable[str]) -> str:
+    """Return the first names in order, separated by commas."""
+    ordered = sorted(names)
+    return f"{', '.join(ordered[:_SHOWN])}{', ...' if len(ordered) > _SHOWN else ''}"
+
+
+def _renamed(held: Mapping[str, _T], rename: Callable[[str], str]) -> dict[str, _T]:
+    return {rename(name): value for name, value in held.items()}
+
+
 def open_weights(folder: Path, *, on_meta: bool = False) -> SourceWeights:
     """Open the tensors of a checkpoint directory, safetensors before .bin. Raises SourceError naming the file."""
-    for stem, suffix, open_file in (("model", "safetensors", _open_safetensors), ("pytorch_model", "bin", _open_bin)):
-        files = _files(folder, f"{stem}.{suffix}")
+    return open_tensors(folder, "model", "pytorch_model", on_meta=on_meta)
+
+
+def open_tensors(folder: Path, stem: str, bin_stem: str, *, on_meta: bool = False) -> SourceWeights:
+    """Open STEM.safetensors or BIN_STEM.bin of a directory, or their shards. Raises SourceError naming the file."""
+    for name, open_file in ((f"{stem}.safetensors", _open_safetensors), (f"{bin_stem}.bin", _open_bin)):
+        files = _files(folder, name)
         if files:
             with ExitStack() as stack:
                 readers: dict[str, Callable[[], Tensor]] = {}
@@ -185,7 +263,7 @@ def open_weights(folder: Path, *, on_meta: bool = False) -> SourceWeights:
                     readers.update(open_file(path, stack, on_meta=on_meta))
                 return SourceWeights(readers, stack.pop_all(), on_meta=on_meta)
     raise SourceError(
-        f"{folder} has no weights: it needs model.safetensors or pytorch_model.bin, or the index file of its shards"
+        f"{folder} has no weights: it needs {stem}.safetensors or {bin_stem}.bin, or the index file of its shards"
     )
 
 

@@ -7,7 +7,6 @@ export/export.py writes the bundle.
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -21,10 +20,12 @@ from torch.overrides import TorchFunctionMode
 from tqdm import tqdm
 
 from antiphon.model.bundle.manifest import Bundle, BundleError, CacheType, Lowering, Precision, Provenance
+from antiphon.model.checkpoints.adapters.adapter import Adapter, open_adapter
+from antiphon.model.checkpoints.adapters.lora_config import CONFIG_NAME
 from antiphon.model.checkpoints.checkpoint import Checkpoint
 from antiphon.model.checkpoints.families.family import Family, Settings, family_in
 from antiphon.model.checkpoints.settings import describe
-from antiphon.model.checkpoints.source_weights import SourceError
+from antiphon.model.checkpoints.source_weights import SourceError, SourceWeights
 from antiphon.model.config import ModelConfig
 from antiphon.model.export.export import (
     ALL_PRECISIONS,
@@ -37,10 +38,12 @@ from antiphon.model.export.export import (
 )
 from antiphon.model.export.graphs.contrib_lowering import LoweringError
 from antiphon.model.export.verification.verify import VerificationError
+from antiphon.model.importer.adapted_head import with_trained_head
 from antiphon.model.importer.convert_tokenizer import convert_tokenizer
 from antiphon.model.importer.generation_settings import generation_defaults, with_start_tokens
 from antiphon.model.importer.hub import find_checkpoint
 from antiphon.model.importer.original import compare_with_original, random_batches, run_original
+from antiphon.model.importer.provenance import provenance_of
 from antiphon.model.text.format import NoTokenizersFile, TextFormat
 from antiphon.model.text.tokenizer import TokenizerError, open_tokenizer
 from antiphon.model.transformer.transformer import Transformer
@@ -56,6 +59,7 @@ class ImportOptions:
     source: a directory or a name on the hub.
     target: directory of the bundle.
     name: model name for clients; None: the name of the bundle's directory.
+    adapter: directory of a LoRA adapter of peft, which is merged into the weights; None: the checkpoint as it is.
     explain: export the explain graph; None: only for models up to 150 million parameters.
     verify: compare with the original model in transformers.
     max_source_len, max_target_len: in tokens; None: those of the checkpoint.
@@ -68,6 +72,7 @@ class ImportOptions:
     precisions: Sequence[Precision] = PRECISIONS
     lowerings: Sequence[Lowering] = ("native",)
     cache: CacheType | None = None
+    adapter: Path | None = None
     explain: bool | None = None
     overwrite: bool = False
     verify: bool = True
@@ -86,6 +91,11 @@ class _Source:
     settings: Settings
     family: Family
     config: ModelConfig
+    adapter: Adapter | None
+
+    def open_weights(self) -> SourceWeights:
+        """Return the tensors, after the adapter's changes. Raises SourceError."""
+        return _open_weights(self.folder, self.family, self.adapter)
 
 
 def import_checkpoint(options: ImportOptions) -> Bundle:
@@ -143,9 +153,15 @@ def _checkpoint(source: _Source, options: ImportOptions, text_folder: Path) -> C
         tokenizer=tokenizer,
         text=text,
         text_folder=text_folder,
-        provenance=_provenance(options, source.folder),
+        provenance=_provenance(options, source),
         generation=generation,
     )
+
+
+def _provenance(options: ImportOptions, source: _Source) -> Provenance:
+    found = provenance_of(options.source, options.revision, source.folder, source.adapter)
+    stated = {"licence": options.licence, "attribution": options.attribution}
+    return found.model_copy(update={name: value for name, value in stated.items() if value})
 
 
 def _text(source: _Source, text_folder: Path) -> TextFormat:
@@ -161,16 +177,49 @@ def _text(source: _Source, text_folder: Path) -> TextFormat:
 def _inspect(options: ImportOptions) -> _Source:
     """Read everything except the tensors' data, and compare names and shapes with our model. Raises SourceError."""
     folder = find_checkpoint(options.source, options.revision)
+    _refuse_adapter(folder)
     family = family_in(folder)
     settings = with_start_tokens(folder, family.read_settings(folder))
     _refuse_remote_code(settings)
-    with family.open_weights(folder) as weights:
+    adapter = None if options.adapter is None else _adapter(options, family)
+    if adapter is not None:
+        settings = with_trained_head(settings, adapter)
+    with _open_weights(folder, family, adapter) as weights:
         settings = family.resolve(settings, weights)
     config = _limited(family.configure(settings), options)
-    with family.open_weights(folder, on_meta=True) as shapes, torch.device("meta"):
+    with _open_weights(folder, family, adapter, on_meta=True) as shapes, torch.device("meta"):
         family.load(Transformer(config), shapes, settings)
         shapes.check(family.name)
-    return _Source(folder=folder, settings=settings, family=family, config=config)
+    return _Source(folder=folder, settings=settings, family=family, config=config, adapter=adapter)
+
+
+def _adapter(options: ImportOptions, family: Family) -> Adapter:
+    """Return the adapter of the options; one trained on a checkpoint of another name is reported on standard error."""
+    assert options.adapter is not None
+    if not family.reference:
+        raise SourceError(f"--adapter needs a checkpoint of transformers; {options.source} is one of {family.name}")
+    adapter = open_adapter(options.adapter)
+    trained_on = adapter.config.base_model_name_or_path
+    if trained_on and Path(trained_on).name != Path(options.source).resolve().name:
+        print(f"antiphon import: note: the adapter was trained on {trained_on}", file=sys.stderr)
+    return adapter
+
+
+def _open_weights(folder: Path, family: Family, adapter: Adapter | None, *, on_meta: bool = False) -> SourceWeights:
+    """Return the tensors of a checkpoint, after an adapter's changes. Raises SourceError."""
+    weights = family.open_weights(folder, on_meta=on_meta)
+    if adapter is not None:
+        adapter.apply(weights, family.input_first)
+    return weights
+
+
+def _refuse_adapter(folder: Path) -> None:
+    """Raise SourceError if an adapter is in the checkpoint's directory: transformers would apply it where peft is."""
+    if (folder / CONFIG_NAME).is_file():
+        raise SourceError(
+            f"{folder} has an adapter ({CONFIG_NAME}): import the checkpoint that it was trained on, from a directory "
+            "of its own, and give this one as --adapter"
+        )
 
 
 def _refuse_remote_code(settings: Settings) -> None:
@@ -198,7 +247,7 @@ def _verified(source: _Source) -> Transformer:
     batches = random_batches(source.config)
     reference = _reference(source)
     with tqdm(total=2, desc="compare with transformers", unit="model", disable=None) as progress:
-        expected = run_original(source.folder, reference, source.config, batches)
+        expected = run_original(source.folder, reference, source.config, batches, source.adapter)
         progress.update()
         model = load_model(source)
         errors = compare_with_original(model, batches, expected)
@@ -226,7 +275,7 @@ def load_model(source: _Source) -> Transformer:
     """
     with _NoRandomWeights():
         model = Transformer(source.config).eval().requires_grad_(requires_grad=False)
-    with source.family.open_weights(source.folder) as weights:
+    with source.open_weights() as weights:
         source.family.load(model, weights, source.settings)
         weights.check(source.family.name)
     for name, parameter in model.named_parameters():
@@ -249,35 +298,15 @@ class _NoRandomWeights(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _provenance(options: ImportOptions, folder: Path) -> Provenance:
-    directory = Path(options.source)
-    name = directory.resolve().name if directory.is_dir() else options.source
-    source = f"{name} at revision {options.revision}" if options.revision else name
-    return Provenance(
-        source=source,
-        licence=options.licence or _stated_licence(folder) or "unknown",
-        attribution=options.attribution
-        or f"{name}, by its authors; imported by Antiphon, weights unchanged in meaning",
-    )
-
-
-def _stated_licence(folder: Path) -> str | None:
-    """Return `license:` of the front matter of a checkpoint's README.md; None without one."""
-    try:
-        readme = (folder / "README.md").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None
-    front = re.match(r"---\n(.*?)\n---", readme, re.DOTALL)
-    match = re.search(r"^license:[ \t]*([^\s#]+)", front.group(1), re.MULTILINE) if front else None
-    return match.group(1).strip("'\"") if match else None
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument(
         "source", metavar="DIRECTORY_OR_HUB_NAME", help="a checkpoint; an existing directory takes precedence"
     )
     parser.add_argument("bundle", type=Path, metavar="BUNDLE", help="directory to write, for `antiphon serve`")
+    parser.add_argument(
+        "--adapter", type=Path, metavar="DIR", help="a LoRA adapter that peft saved, to merge into the weights"
+    )
     parser.add_argument("--name", help="the model's name for clients (default: the bundle directory's name)")
     parser.add_argument(
         "--precision",
@@ -320,6 +349,7 @@ def _options(args: argparse.Namespace) -> ImportOptions:
         precisions=chosen_precisions(args.precision, args.lowering),
         lowerings=tuple(dict.fromkeys(args.lowering)),
         cache=args.cache_type,
+        adapter=args.adapter,
         explain=args.explain,
         overwrite=args.overwrite,
         verify=args.verify,

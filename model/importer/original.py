@@ -1,7 +1,7 @@
 """Comparison of an imported model with the original on random tokens, before the export.
 
 The original runs in transformers, in float32 on the CPU, without code from the checkpoint. It runs first and is freed,
-so that there are never two models in memory.
+so that there are never two models in memory. An adapter is computed by peft beside the original's weights, not merged.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from antiphon.model.checkpoints.adapters.adapter import Adapter
 from antiphon.model.config import ModelConfig
 from antiphon.model.export.verification.verify import TOLERANCES, VerificationError
 from antiphon.model.head_config import FIRST_TOKEN_TASKS, Task
+from antiphon.model.importer.adapted_original import insert_adapter
 from antiphon.model.transformer.transformer import Transformer
 
 # Names of transformers' outputs for each of our heads; the first existing one is used.
@@ -75,14 +77,26 @@ def _ids(vocab_size: int, pad_id: int, shape: tuple[int, int], random: np.random
 
 
 @torch.no_grad()
-def run_original(folder: Path, reference: str, config: ModelConfig, batches: list[Batch]) -> list[dict[str, Tensor]]:
+def run_original(
+    folder: Path, reference: str, config: ModelConfig, batches: list[Batch], adapter: Adapter | None = None
+) -> list[dict[str, Tensor]]:
     """Return the original's outputs by name for each batch; `reference` is a class of transformers. See `_ours`."""
     import transformers
 
+    # An adapter's head can have other labels than the checkpoint's.
+    labels = [len(head.labels) for head in config.heads if head.task in ("classify", "tag")]
+    head = dict(num_labels=labels[0], ignore_mismatched_sizes=True) if adapter and labels else {}
     with _quiet_transformers():
         original = getattr(transformers, reference).from_pretrained(
-            folder, dtype=torch.float32, trust_remote_code=False, local_files_only=True, attn_implementation="eager"
+            folder,
+            dtype=torch.float32,
+            trust_remote_code=False,
+            local_files_only=True,
+            attn_implementation="eager",
+            **head,
         )
+        if adapter is not None:
+            insert_adapter(original, adapter)
         outputs = [_theirs(original.eval(), config, batch) for batch in batches]
     del original
     gc.collect()

@@ -58,6 +58,8 @@ class Family:
     text: returns TextFormat for the checkpoint's directory, its settings and our ModelConfig.
     reference: class of transformers that runs the original if config.json names no architecture; "" if transformers
         cannot run it.
+    input_first: last parts of the names of modules whose weights are [inputs, outputs], as in transformers' Conv1D; an
+        adapter's change is transposed for them.
     resolve: returns the settings with corrections that only the tensors can show, before other functions get them.
         Example: whether the output is tied, which is often wrong in config.json.
 
@@ -73,6 +75,7 @@ class Family:
     load: Callable[[Transformer, SourceWeights, Settings], None]
     text: Callable[[Path, Settings, ModelConfig], TextFormat]
     reference: str = ""
+    input_first: tuple[str, ...] = ()
     resolve: Callable[[Settings, SourceWeights], Settings] = lambda settings, _: settings
     recognises: Callable[[Path], bool] = lambda _: False
     read_settings: Callable[[Path], Settings] = read_config

@@ -99,4 +99,5 @@ FAMILY = Family(
     load=load,
     text=text,
     reference="AutoModelForCausalLM",
+    input_first=("c_attn", "c_proj", "c_fc"),
 )

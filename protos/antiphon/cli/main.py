@@ -198,6 +198,7 @@ after an interruption, the same command resumes; finished runs are read from the
   antiphon import ./opus-mt-en-de BUNDLE    a directory of the Hugging Face libraries: config.json, weights, tokenizer
   antiphon import Helsinki-NLP/opus-mt-en-de BUNDLE --precision int8       by name, through the hub's cache
   antiphon import google/flan-t5-small BUNDLE --max-source-len 2048
+  antiphon import facebook/bart-base BUNDLE --adapter ./adapter            with a LoRA adapter that peft saved
   antiphon import ./ct2-en-de BUNDLE        a CTranslate2 directory: model.bin and its vocabularies
   antiphon serve BUNDLE
 

@@ -33,6 +33,7 @@ from antiphon.model.transformer.transformer import Transformer
 # Key that `resolve` adds to the settings: indices of those EncoderNames.heads whose tensors exist.
 _FOUND = "antiphon_heads"
 _OUTPUTS: Mapping[str, Task] = {"ForSequenceClassification": "classify", "ForTokenClassification": "tag"}
+_WITHOUT_LABELS: tuple[Task, ...] = ("fill_mask", "next_sentence", "pool")
 _REFUSED = ("ForQuestionAnswering", "ForMultipleChoice", "ForCausalLM", "LMHeadModel")
 _SCORES: Mapping[str, Scores] = {
     "regression": "none",
@@ -68,6 +69,12 @@ class HeadNames:
         The output of fill_mask can be tied, and other heads can share a transform.
         """
         return f"{self.output if self.task not in ('fill_mask', 'pool') else self.transform}.weight"
+
+    @property
+    def modules(self) -> set[str]:
+        """Names of all modules of this head."""
+        biases = (name.rpartition(".")[0] for name in self.output_biases)
+        return {name for name in (self.transform, self.norm, self.output, *biases) if name}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,14 +114,34 @@ def resolve(settings: Settings, weights: SourceWeights, names: EncoderNames) -> 
             f"config.json: architectures names {architecture}, whose head is not supported; supported are heads for "
             "masked tokens, next sentences, and classification of texts or tokens, and models without a head"
         )
-    asked = next((task for ending, task in _OUTPUTS.items() if architecture.endswith(ending)), None)
+    asked = _asked(settings)
     found: dict[Task, int] = {}
     for index, head in enumerate(names.heads):
-        if head.marker in weights and (head.task not in _OUTPUTS.values() or head.task == asked):
+        if head.marker in weights and head.task in ({"pool", asked} if asked else _WITHOUT_LABELS):
             found.setdefault(head.task, index)
+    if asked is not None and asked not in found:
+        raise SourceError(f"config.json: architectures names {architecture}, but there are no tensors of its head")
     outputs = [head.output for head in names.heads if head.task == "fill_mask"]
     tied = not any(weights.differ(f"{names.words}.weight", f"{output}.weight") for output in outputs)
     return {**settings, _FOUND: tuple(found.values()), "tie_word_embeddings": tied}
+
+
+def _asked(settings: Settings) -> Task | None:
+    """Return the task with labels that config.json names; None without one."""
+    architecture = str((settings.get("architectures") or [""])[0])
+    return next((task for ending, task in _OUTPUTS.items() if architecture.endswith(ending)), None)
+
+
+def _other_heads(settings: Settings, names: EncoderNames) -> list[str]:
+    """Return tensor names of heads that a model with labels does not have.
+
+    The checkpoint has them if an adapter gave it labels: those of masked tokens and next sentences.
+    """
+    if _asked(settings) is None:
+        return []
+    modules = {module for head in names.heads for module in head.modules}
+    modules -= {module for head in _heads_in(settings, names) for module in head.modules}
+    return [f"{module}.{part}" for module in modules for part in ("weight", "bias")]
 
 
 def _heads_in(settings: Settings, names: EncoderNames) -> list[HeadNames]:
@@ -223,7 +250,7 @@ def load(
     """Fill encoder and heads; load_attention replaces the filling of queries, keys and values from `names.qkv`."""
     _rename(weights, names)
     assert model.encoder is not None
-    for pattern in names.ignored:
+    for pattern in (*names.ignored, *_other_heads(settings, names)):
         weights.ignore(pattern)
     _load_embeddings(model, weights, settings, names)
     layers = {id(layer): layer for layer in model.encoder.layers if isinstance(layer, EncoderLayer)}
@@ -242,7 +269,8 @@ def _load_embeddings(model: Transformer, weights: SourceWeights, settings: Setti
     """Fill the tables of words, positions and types, and the norm. A single type is added to the positions."""
     stack = model.encoder
     assert stack is not None
-    tied = [head.output for head in names.heads if head.task == "fill_mask" and settings["tie_word_embeddings"]]
+    heads = _heads_in(settings, names) if _asked(settings) else names.heads
+    tied = [head.output for head in heads if head.task == "fill_mask" and settings["tie_word_embeddings"]]
     weights.fill_tied(stack.embedding.weight, f"{names.words}.weight", *(f"{output}.weight" for output in tied))
     if stack.positions.table is not None:
         weights.fill_start(stack.positions.table, f"{names.positions}.weight")
