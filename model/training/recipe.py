@@ -1,6 +1,6 @@
 """Recipes: TOML files that describe the public data, the model and the training of a checkpoint.
 
-This module reads and validates a recipe. corpus.py and text_files.py read the data.
+This module reads and validates a recipe. recipe_data.py describes the data, corpus.py and text_files.py read it.
 """
 
 from __future__ import annotations
@@ -10,19 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Discriminator,
-    Field,
-    Tag,
-    TypeAdapter,
-    ValidationError,
-    model_validator,
-)
+from pydantic import Discriminator, Field, Tag, TypeAdapter, ValidationError, model_validator
 
 from antiphon.model.config import ModelConfig
 from antiphon.model.head_config import HeadConfig
+from antiphon.model.training.recipe_data import DataConfig, LabelledData, Strict, TextData
 
 RECIPES = Path(__file__).parent / "recipes"
 
@@ -31,57 +23,7 @@ class RecipeError(Exception):
     """A recipe or its data cannot be used; the message names the file or field."""
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class DataFile(_Strict):
-    """One file of the data folder: its path in the folder and its SHA-256 (hex)."""
-
-    path: str
-    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
-
-
-class TextFile(DataFile):
-    """A file of texts and its format.
-
-    format
-        lines   one text a line; for `ordered` data one sentence a line and a blank line between documents
-        tsv     text<TAB>label; pre-training uses only the first column
-        snips   JSON with the name of one intent and its texts in chunks, as published in sonos/nlu-benchmark
-        conll   word<TAB>tag with BIO tags, and a blank line between sentences
-    """
-
-    format: Literal["lines", "tsv", "snips", "conll"] = "lines"
-    encoding: Literal["utf-8", "latin-1"] = "utf-8"
-
-
-class _Origin(_Strict):
-    origin: str
-    licence: str
-    attribution: str
-
-
-class TextData(_Origin):
-    """Data for pre-training an encoder.
-
-    ordered: documents; their consecutive sentences form next-sentence pairs.
-    sentences: single texts, used only for masked tokens.
-    """
-
-    ordered: tuple[TextFile, ...] = ()
-    sentences: tuple[TextFile, ...] = ()
-
-
-class LabelledData(_Origin):
-    """Data for fine-tuning an encoder; without `valid`, a hash of the text selects one text in twenty of `train`."""
-
-    train: tuple[TextFile, ...] = Field(min_length=1)
-    valid: tuple[TextFile, ...] = ()
-    test: tuple[TextFile, ...] = Field(min_length=1)
-
-
-class MaskingConfig(_Strict):
+class MaskingConfig(Strict):
     """Settings of masked-language modelling (Devlin et al. 2019, section 3.1 and appendix A.1).
 
     rate: share of a text's tokens that are predicted.
@@ -99,28 +41,7 @@ class MaskingConfig(_Strict):
         return self
 
 
-class DataConfig(_Strict):
-    """Data for training a translation model: sentence pairs.
-
-    pairs: one file of source<TAB>target lines, split by `held_out_rule` of corpus.py; or
-    train, valid, test: two aligned files each, source first.
-    preprocess: "moses-lower": normalise punctuation, tokenise and lower-case with Moses rules, as published Multi30k
-        results do; the model's texts are then tokenised text.
-    """
-
-    origin: str
-    licence: str
-    attribution: str
-    pairs: DataFile | None = None
-    train: tuple[DataFile, DataFile] | None = None
-    valid: tuple[DataFile, DataFile] | None = None
-    test: tuple[DataFile, DataFile] | None = None
-    preprocess: Literal["none", "moses-lower"] = "none"
-    source_language: str
-    target_language: str
-
-
-class TrainConfig(_Strict):
+class TrainConfig(Strict):
     """Settings of the optimisation, as in section 5 of Vaswani et al. 2017 unless a field names another paper.
 
     batch_tokens: maximum number of target tokens in a batch, padding included.
@@ -151,7 +72,7 @@ class TrainConfig(_Strict):
     seed: int = 1
 
 
-class _Named(_Strict):
+class _Named(Strict):
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
     train: TrainConfig
 

@@ -1,0 +1,85 @@
+"""Data sections of recipes: files with their SHA-256, origin and licence, for each kind of task.
+
+corpus.py and text_files.py read the files.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Strict(BaseModel):
+    """Base of the sections of a recipe: unknown fields are refused, and nothing changes later."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class DataFile(Strict):
+    """One file of the data folder: its path in the folder and its SHA-256 (hex)."""
+
+    path: str
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+
+
+class TextFile(DataFile):
+    """A file of texts and its format.
+
+    format
+        lines   one text a line; for `ordered` data one sentence a line and a blank line between documents
+        tsv     text<TAB>label; pre-training uses only the first column
+        snips   JSON with the name of one intent and its texts in chunks, as published in sonos/nlu-benchmark
+        conll   word<TAB>tag with BIO tags, and a blank line between sentences
+    """
+
+    format: Literal["lines", "tsv", "snips", "conll"] = "lines"
+    encoding: Literal["utf-8", "latin-1"] = "utf-8"
+
+
+class Origin(Strict):
+    """Origin, licence and attribution of data, for the checkpoint and its bundle."""
+
+    origin: str
+    licence: str
+    attribution: str
+
+
+class TextData(Origin):
+    """Data for pre-training an encoder.
+
+    ordered: documents; their consecutive sentences form next-sentence pairs.
+    sentences: single texts, used only for masked tokens.
+    """
+
+    ordered: tuple[TextFile, ...] = ()
+    sentences: tuple[TextFile, ...] = ()
+
+
+class LabelledData(Origin):
+    """Data for fine-tuning an encoder; without `valid`, a hash of the text selects one text in twenty of `train`."""
+
+    train: tuple[TextFile, ...] = Field(min_length=1)
+    valid: tuple[TextFile, ...] = ()
+    test: tuple[TextFile, ...] = Field(min_length=1)
+
+
+class DataConfig(Strict):
+    """Data for training a translation model: sentence pairs.
+
+    pairs: one file of source<TAB>target lines, split by `held_out_rule` of corpus.py; or
+    train, valid, test: two aligned files each, source first.
+    preprocess: "moses-lower": normalise punctuation, tokenise and lower-case with Moses rules, as published Multi30k
+        results do; the model's texts are then tokenised text.
+    """
+
+    origin: str
+    licence: str
+    attribution: str
+    pairs: DataFile | None = None
+    train: tuple[DataFile, DataFile] | None = None
+    valid: tuple[DataFile, DataFile] | None = None
+    test: tuple[DataFile, DataFile] | None = None
+    preprocess: Literal["none", "moses-lower"] = "none"
+    source_language: str
+    target_language: str
