@@ -1,6 +1,6 @@
 """Recipes: TOML files that describe the public data, the model and the training of a checkpoint.
 
-This module reads and validates a recipe. recipe_data.py describes the data, corpus.py and text_files.py read it.
+This module reads and validates a recipe. recipe_data.py describes the data.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from pydantic import Discriminator, Field, Tag, TypeAdapter, ValidationError, mo
 
 from antiphon.model.config import ModelConfig
 from antiphon.model.head_config import HeadConfig
-from antiphon.model.training.recipe_data import DataConfig, LabelledData, Strict, TextData
+from antiphon.model.text.exact_bpe import SMALLEST_VOCABULARY
+from antiphon.model.training.recipe_data import DataConfig, LabelledData, RunningText, Strict, TextData
 
 RECIPES = Path(__file__).parent / "recipes"
 
@@ -130,7 +131,32 @@ class FineTuneRecipe(_Named):
     freeze_encoder: bool = False
 
 
-AnyRecipe = Recipe | PretrainRecipe | FineTuneRecipe
+class LanguageModelRecipe(_Named):
+    """Recipe of a decoder-only model that learns the next token of running text.
+
+    vocab_size: entries of the byte-level BPE; 257: no merges, each token is a byte.
+    model: as in Recipe. model.max_target_len is the length of a window of text, whose first token is given.
+    """
+
+    task: Literal["language-model"]
+    data: RunningText
+    vocab_size: int = Field(ge=SMALLEST_VOCABULARY, le=250_000)
+    model: dict[str, object]
+
+    def model_config_for(self, vocab_size: int, **ids: int) -> ModelConfig:
+        """Return the ModelConfig for this vocabulary size. ids: pad_id, bos_id, eos_id and unk_id."""
+        return ModelConfig.model_validate({**self.model, "vocab_size": vocab_size, **ids})
+
+    @model_validator(mode="after")
+    def _check_model(self) -> Self:
+        config = self.model_config_for(self.vocab_size)
+        _check_architecture(config, "decoder", self.task)
+        if config.max_target_len < 2:
+            raise ValueError(f"model.max_target_len={config.max_target_len} must be at least 2: the first is given")
+        return self
+
+
+AnyRecipe = Recipe | PretrainRecipe | FineTuneRecipe | LanguageModelRecipe
 
 
 def _check_architecture(config: ModelConfig, wanted: str, task: str) -> None:
@@ -147,11 +173,12 @@ _ANY_RECIPE: TypeAdapter[AnyRecipe] = TypeAdapter(
     Annotated[
         Annotated[Recipe, Tag("translate")]
         | Annotated[PretrainRecipe, Tag("pretrain")]
-        | Annotated[FineTuneRecipe, Tag("fine-tune")],
+        | Annotated[FineTuneRecipe, Tag("fine-tune")]
+        | Annotated[LanguageModelRecipe, Tag("language-model")],
         Discriminator(
             _kind,
             custom_error_type="task",
-            custom_error_message="task must be translate (the default), pretrain, classify or tag",
+            custom_error_message="task must be translate (the default), pretrain, classify, tag or language-model",
         ),
     ]
 )
@@ -176,7 +203,8 @@ def load_any_recipe(name_or_path: str) -> AnyRecipe:
 def _described(error: ValidationError) -> str:
     """Return the first error: the field, without the name of the recipe's kind, and the reason."""
     first = error.errors()[0]
-    field = ".".join(str(part) for part in first["loc"] if part not in ("translate", "pretrain", "fine-tune"))
+    kinds = ("translate", "pretrain", "fine-tune", "language-model")
+    field = ".".join(str(part) for part in first["loc"] if part not in kinds)
     return ": ".join(filter(None, (field, first["msg"].removeprefix("Value error, "))))
 
 

@@ -1,13 +1,14 @@
 """Data sections of recipes: files with their SHA-256, origin and licence, for each kind of task.
 
-corpus.py and text_files.py read the files.
+corpus.py, text_files.py and running_text.py read the files.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+import math
+from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class Strict(BaseModel):
@@ -62,6 +63,23 @@ class LabelledData(Origin):
     train: tuple[TextFile, ...] = Field(min_length=1)
     valid: tuple[TextFile, ...] = ()
     test: tuple[TextFile, ...] = Field(min_length=1)
+
+
+class RunningText(Origin):
+    """Data for a language model: files in UTF-8, which are one text in the order of the list.
+
+    split: shares of the text's characters for training, validation and test, in this order from the beginning. With
+        two shares the validation part is also the test part.
+    """
+
+    text: tuple[DataFile, ...] = Field(min_length=1)
+    split: tuple[float, ...] = Field(min_length=2, max_length=3)
+
+    @model_validator(mode="after")
+    def _check_split(self) -> Self:
+        if min(self.split) <= 0 or not math.isclose(sum(self.split), 1):
+            raise ValueError(f"split={list(self.split)}; its shares must be above 0, and their sum 1")
+        return self
 
 
 class DataConfig(Strict):

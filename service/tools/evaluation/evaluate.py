@@ -1,7 +1,7 @@
 """`antiphon evaluate`: runs a bundle, or a checkpoint in PyTorch, on a test set and scores it.
 
-Opens models and test sets; evaluate_translations.py, evaluate_labels.py and evaluate_texts.py score them; quality.py
-records the scores.
+Opens models and test sets; evaluate_translations.py, evaluate_labels.py, evaluate_texts.py and score_in_pytorch.py
+score them; quality.py records the scores.
 
 A bundle runs in the same engine as in the server, without the network. torch is imported for checkpoints only.
 """
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from antiphon.cli.connection_flags import add_call_flags, add_connection_flags, connection_problem, read_terms
 from antiphon.client import ServerError
@@ -27,7 +27,14 @@ from antiphon.model.ops.workspace import WorkspaceError
 from antiphon.model.text.format import TextFormat
 from antiphon.model.text.tokenizer import TokenizerError, open_tokenizer
 from antiphon.model.training.data.corpus import Pair, load_corpus
-from antiphon.model.training.recipe import FineTuneRecipe, RecipeError, load_any_recipe, load_recipe
+from antiphon.model.training.data.running_text import read_running_text
+from antiphon.model.training.recipe import (
+    FineTuneRecipe,
+    LanguageModelRecipe,
+    RecipeError,
+    load_any_recipe,
+    load_recipe,
+)
 from antiphon.service.domain.errors import InvalidArgument
 from antiphon.service.domain.limits import ALLOWED
 from antiphon.service.rpc.v1.requests.languages import RequestLanguages, named_languages
@@ -46,6 +53,9 @@ from antiphon.service.tools.evaluation.evaluate_translations import (
     score_system,
 )
 from antiphon.service.tools.evaluation.quality import record
+
+if TYPE_CHECKING:
+    from antiphon.model.checkpoints.checkpoint import Checkpoint
 
 OneScore = TypeVar("OneScore", LabelScore, TextScore)
 
@@ -139,8 +149,11 @@ def _scores(args: argparse.Namespace) -> Sequence[Score | LabelScore | TextScore
         raise EvaluationError("give a MODEL, or --target with the address of a server")
     if args.text is not None:
         return _evaluate_texts(args)
-    if recipe := _labelling_recipe(args):
+    recipe = load_any_recipe(args.recipe) if args.recipe and args.data else None
+    if isinstance(recipe, FineTuneRecipe):
         return _evaluate_labels(args, recipe)
+    if isinstance(recipe, LanguageModelRecipe):
+        return _evaluate_running_text(args, recipe)
     test_set = _test_set(args)
     is_bundle = (args.model / MANIFEST_NAME).is_file()
     if is_bundle and args.ctranslate2:
@@ -174,28 +187,52 @@ def _check_output(args: argparse.Namespace) -> None:
         raise EvaluationError(f"--output is {args.output}, but there is no directory {args.output.parent}")
 
 
-def _labelling_recipe(args: argparse.Namespace) -> FineTuneRecipe | None:
-    """Return the recipe if it trains labels and not translations."""
-    recipe = load_any_recipe(args.recipe) if args.recipe and args.data else None
-    return recipe if isinstance(recipe, FineTuneRecipe) else None
-
-
 def _evaluate_texts(args: argparse.Namespace) -> list[TextScore]:
     if beside := [name for name in _NOT_BESIDE_TEXT if getattr(args, name)]:
         raise EvaluationError(f"--text measures decoder-only models; leave out --{beside[0].replace('_', '-')}")
-    texts, bundle = _read(args.text), load_bundle(args.model)
+    texts, bundle = _read(args.text), _decoder_only(args, "--text measures decoder-only models")
+    try:
+        return _score_texts(args, bundle, texts, [args.text])
+    except NoTextError as error:
+        raise EvaluationError(f"{args.text}: {error}") from None
+
+
+def _evaluate_running_text(args: argparse.Namespace, recipe: LanguageModelRecipe) -> list[TextScore]:
+    """Score a part of a recipe's running text, which is one text, with a bundle or a checkpoint."""
+    if args.record and args.part != "test":
+        raise EvaluationError(f"--record scores the recipe's test part; leave out --part {args.part}")
+    text = read_running_text(recipe.data, args.data)[args.part]
+    if not (args.model / MANIFEST_NAME).is_file():
+        return [_score_text_in_pytorch(args, text)]
+    bundle = _decoder_only(args, f"recipe {recipe.name!r} has task {recipe.task!r}")
+    return _score_texts(args, bundle, [text], [args.data / file.path for file in recipe.data.text])
+
+
+def _decoder_only(args: argparse.Namespace, reason: str) -> Bundle:
+    """Open the bundle. Raises EvaluationError, with the reason, unless the model is decoder-only."""
+    bundle = load_bundle(args.model)
     if (architecture := bundle.manifest.model.architecture) != "decoder":
-        raise EvaluationError(f"--text measures decoder-only models; {args.model} has architecture={architecture!r}")
+        raise EvaluationError(f"{reason}; {args.model} has architecture={architecture!r}")
+    return bundle
+
+
+def _score_texts(args: argparse.Namespace, bundle: Bundle, texts: Sequence[str], files: list[Path]) -> list[TextScore]:
+    """Score the asked precisions, and record the scores if asked. Raises NoTextError if no text has two tokens."""
 
     def score(precision: Precision | None) -> TextScore:
         runner = open_runner(bundle, max_rows=args.rows, threads=args.threads, precision=precision)
         return evaluate_texts(bundle, runner, texts)
 
-    try:
-        scores = {precision: score(precision) for precision in _precisions(args, bundle)}
-    except NoTextError as error:
-        raise EvaluationError(f"{args.text}: {error}") from None
-    return _recorded(args, bundle, scores, [args.text])
+    return _recorded(args, bundle, {precision: score(precision) for precision in _precisions(args, bundle)}, files)
+
+
+def _score_text_in_pytorch(args: argparse.Namespace, text: str) -> TextScore:
+    from antiphon.service.tools.evaluation.score_in_pytorch import score_text
+
+    checkpoint = _open_checkpoint(args)
+    if (architecture := checkpoint.config.architecture) != "decoder":
+        raise EvaluationError(f"{args.model} has architecture={architecture!r}; it must be 'decoder'")
+    return score_text(checkpoint, text)
 
 
 def _evaluate_labels(args: argparse.Namespace, recipe: FineTuneRecipe) -> list[LabelScore]:
@@ -323,17 +360,22 @@ def _languages(text: TextFormat, args: argparse.Namespace) -> RequestLanguages:
         raise EvaluationError(f"{flag} is {error.value!r}; it must be {error.allowed}") from None
 
 
-def _evaluate_checkpoint(args: argparse.Namespace, test_set: TestSet) -> list[Score]:
+def _open_checkpoint(args: argparse.Namespace) -> Checkpoint:
     import torch
 
     from antiphon.model.checkpoints.checkpoint import CheckpointError, load_checkpoint
-    from antiphon.model.transformer.greedy import greedy
 
     torch.set_num_threads(args.threads)
     try:
-        checkpoint = load_checkpoint(args.model)
+        return load_checkpoint(args.model)
     except CheckpointError as error:
         raise EvaluationError(str(error)) from None
+
+
+def _evaluate_checkpoint(args: argparse.Namespace, test_set: TestSet) -> list[Score]:
+    from antiphon.model.transformer.greedy import greedy
+
+    checkpoint = _open_checkpoint(args)
     reader = Reader(checkpoint.tokenizer, checkpoint.text, checkpoint.config.max_source_len)
 
     def decode(sources: Sequence[list[int]]) -> list[list[int]]:
@@ -350,16 +392,15 @@ def _evaluate_checkpoint(args: argparse.Namespace, test_set: TestSet) -> list[Sc
         ]
 
 
-def _ctranslate2_systems(checkpoint: object, folder: Path, args: argparse.Namespace) -> list[tuple[str, Decode]]:
+def _ctranslate2_systems(checkpoint: Checkpoint, folder: Path, args: argparse.Namespace) -> list[tuple[str, Decode]]:
     try:
         import ctranslate2
     except ModuleNotFoundError:
         raise EvaluationError("--ctranslate2: CTranslate2 is not installed; run: pip install ctranslate2") from None
 
-    from antiphon.model.checkpoints.checkpoint import Checkpoint, CheckpointError
+    from antiphon.model.checkpoints.checkpoint import CheckpointError
     from antiphon.service.tools.bench.ctranslate2.conversion import save_ctranslate2_model, translate
 
-    assert isinstance(checkpoint, Checkpoint)
     try:
         save_ctranslate2_model(checkpoint, folder)
     except CheckpointError as error:
