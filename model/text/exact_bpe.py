@@ -7,23 +7,28 @@ vocabulary has no merges, so each token is a byte, and in ASCII texts a characte
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from antiphon.model.text.format import TextFormat
+from antiphon.model.text.open_text import Vocabularies
+from antiphon.model.text.segmenters import Backend
+from antiphon.model.text.token_bytes import byte_level
+from antiphon.model.text.token_table import table_of
+from antiphon.model.text.tokenizer import Tokenizer
 
 END_TOKEN = "</s>"
 END_ID = 0
 SMALLEST_VOCABULARY = 257  # END_TOKEN and all bytes
 
 
-def write_exact_bpe(texts: Iterable[str], vocab_size: int, path: Path) -> None:
-    """Learn byte-level BPE from texts until the vocabulary has vocab_size entries, and write a tokenizer.json.
+def train_exact_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Learn byte-level BPE from texts until the vocabulary has vocab_size entries, at least SMALLEST_VOCABULARY.
 
-    vocab_size: at least SMALLEST_VOCABULARY. Texts with few different words give fewer entries.
+    Texts with few different words give fewer entries.
     """
-    backend = Tokenizer(models.BPE())
+    backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -33,7 +38,9 @@ def write_exact_bpe(texts: Iterable[str], vocab_size: int, path: Path) -> None:
         show_progress=False,
     )
     backend.train_from_iterator(texts, trainer)
-    backend.save(str(path))
+    backend.encode_special_tokens = True  # "</s>" in a text is text, not the end token
+    table = table_of(backend.get_vocab().items(), byte_level, [END_ID])
+    return Tokenizer(Vocabularies(Backend(backend), table), backend)
 
 
 def exact_bpe_format() -> TextFormat:

@@ -69,7 +69,7 @@ class FineTuneTask:
         self.folders = folders
         self.init = init
         self.text = init.text
-        self.tokenizer = run_tokenizer(folders, init.tokenizer.save)
+        self.tokenizer = run_tokenizer(folders, lambda: init.tokenizer)
         parts: Parts[Labelled] | Parts[Tagged]
         if recipe.task == "classify":
             parts = read_parts(folders.data, recipe.data, read_labelled)

@@ -9,7 +9,7 @@ from antiphon.model.bundle.manifest import Provenance
 from antiphon.model.checkpoints.checkpoint import CheckpointError
 from antiphon.model.config import ModelConfig
 from antiphon.model.ops.attention import Backend
-from antiphon.model.text.exact_bpe import END_ID, exact_bpe_format, write_exact_bpe
+from antiphon.model.text.exact_bpe import END_ID, exact_bpe_format, train_exact_bpe
 from antiphon.model.training.data.running_text import read_running_text
 from antiphon.model.training.data.text_files import Part
 from antiphon.model.training.data.text_windows import Windows, adjacent_starts, shuffled_starts
@@ -35,9 +35,7 @@ class LanguageModelTask:
             raise CheckpointError(f"--init: architecture={init.config.architecture!r}; it must be 'decoder'")
         texts = read_running_text(recipe.data, folders.data)
         self.text = exact_bpe_format() if init is None else init.text
-        self.tokenizer = run_tokenizer(
-            folders, lambda path: write_exact_bpe([texts["train"]], recipe.vocab_size, path), self.text
-        )
+        self.tokenizer = run_tokenizer(folders, lambda: train_exact_bpe([texts["train"]], recipe.vocab_size), self.text)
         self.config = self._config() if init is None else init.config
         self.tokens: dict[Part, Tensor] = {
             part: torch.tensor(self.tokenizer.encode(text)) for part, text in texts.items()

@@ -68,7 +68,7 @@ class PretrainTask:
         data = recipe.data
         texts = list(dict.fromkeys(text for file in data.sentences for text in read_texts(folders.data, file)))
         documents = [document for file in data.ordered for document in read_documents(folders.data, file)]
-        self.tokenizer = run_tokenizer(folders, lambda path: self._train_tokenizer(texts, documents).save(path))
+        self.tokenizer = run_tokenizer(folders, lambda: self._train_tokenizer(texts, documents))
         self.text = encoder_format(self.tokenizer) if folders.init is None else folders.init.text
         self.config = self._config()
         self.tasks = tuple(head.task for head in self.config.heads)

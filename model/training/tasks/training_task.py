@@ -99,10 +99,10 @@ class TrainingTask(Protocol[Model]):
         ...
 
 
-def run_tokenizer(folders: RunFolders, train: Callable[[Path], None], text: TextFormat | None = None) -> Tokenizer:
-    """Return the tokenizer of the run folder; without one, rank 0 copies that of init, or trains one.
+def run_tokenizer(folders: RunFolders, train: Callable[[], Tokenizer], text: TextFormat | None = None) -> Tokenizer:
+    """Return the tokenizer of the run folder; without one, rank 0 copies that of init or trains one with `train`.
 
-    train: trains a tokenizer and writes its tokenizer.json. text: format of that file; None: our byte-level BPE.
+    text: text format of the trained tokenizer; None: byte-level BPE.
     """
     init = folders.init
     if folders.group.rank == 0:
@@ -113,13 +113,13 @@ def run_tokenizer(folders: RunFolders, train: Callable[[Path], None], text: Text
             if path.is_file():
                 continue
             if init is None:
-                train(unfinished)
+                train().save(unfinished)
             else:
                 shutil.copyfile(init.text_folder / name, unfinished)
             unfinished.replace(path)
     folders.group.wait()
-    known = text if init is None else init.text
-    return Tokenizer.load(folders.run / "tokenizer.json") if known is None else open_tokenizer(folders.run, known)
+    text = text if init is None else init.text
+    return Tokenizer.load(folders.run / "tokenizer.json") if text is None else open_tokenizer(folders.run, text)
 
 
 def start_model(config: ModelConfig, backend: Backend, folders: RunFolders) -> Transformer:

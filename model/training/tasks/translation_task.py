@@ -84,8 +84,9 @@ class TranslationTask:
         self.recipe = recipe
         self.folders = folders
         corpus = load_corpus(recipe.data, folders.data)
-        texts = [text for pair in corpus.train for text in pair]
-        self.tokenizer = run_tokenizer(folders, lambda path: Tokenizer.train(texts, recipe.vocab_size).save(path))
+        self.tokenizer = run_tokenizer(
+            folders, lambda: Tokenizer.train([text for pair in corpus.train for text in pair], recipe.vocab_size)
+        )
         self.text = byte_bpe_format(self.tokenizer)
         self.config = self._config()
         limits = dict(max_source=self.config.max_source_len, max_target=self.config.max_target_len)
