@@ -159,6 +159,17 @@ def test_evaluate_names_the_wrong_part(trained: Trained, capsys: pytest.CaptureF
     assert "--record scores the recipe's test part; leave out --part valid" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("model", ["run/averaged", "bundle"])
+def test_evaluate_names_a_part_without_text(
+    trained: Trained, tmp_path: Path, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = language_recipe(trained.folder)
+    data = recipe.data.model_copy(update={"split": (0.5, 0.49999, 0.00001)})
+    path = write_recipe(recipe.model_copy(update={"data": data}), tmp_path / "recipe.toml")
+    assert main(["evaluate", str(trained.folder / model), "--recipe", path, "--data", str(trained.folder)]) == 2
+    assert "antiphon evaluate: data.split, test part: " in capsys.readouterr().err
+
+
 def test_evaluate_refuses_a_model_that_is_not_decoder_only(
     trained: Trained, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,7 +1,7 @@
 """`antiphon evaluate`: runs a bundle, or a checkpoint in PyTorch, on a test set and scores it.
 
-Opens models and test sets; evaluate_translations.py, evaluate_labels.py, evaluate_texts.py and score_in_pytorch.py
-score them; quality.py records the scores.
+Opens bundles and test sets; evaluate_translations.py, evaluate_labels.py and evaluate_texts.py score them, and
+evaluate_checkpoints.py scores checkpoints. quality.py records the scores.
 
 A bundle runs in the same engine as in the server, without the network. torch is imported for checkpoints only.
 """
@@ -16,8 +16,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from antiphon.cli.connection_flags import add_call_flags, add_connection_flags, connection_problem, read_terms
 from antiphon.client import ServerError
@@ -40,22 +39,19 @@ from antiphon.service.domain.limits import ALLOWED
 from antiphon.service.rpc.v1.requests.languages import RequestLanguages, named_languages
 from antiphon.service.runtime.encoder_runner import EncoderRunner
 from antiphon.service.runtime.runners import open_runner
+from antiphon.service.tools.evaluation.errors import EvaluationError
+from antiphon.service.tools.evaluation.evaluate_checkpoints import evaluate_checkpoint, score_text_in_pytorch
 from antiphon.service.tools.evaluation.evaluate_labels import LabelScore, evaluate_labels
 from antiphon.service.tools.evaluation.evaluate_server import evaluate_server
 from antiphon.service.tools.evaluation.evaluate_texts import NoTextError, TextScore, evaluate_texts
 from antiphon.service.tools.evaluation.evaluate_translations import (
-    Decode,
     Reader,
     Score,
     TestSet,
-    in_batches,
     run_engine,
     score_system,
 )
 from antiphon.service.tools.evaluation.quality import record
-
-if TYPE_CHECKING:
-    from antiphon.model.checkpoints.checkpoint import Checkpoint
 
 OneScore = TypeVar("OneScore", LabelScore, TextScore)
 
@@ -66,10 +62,6 @@ _NOT_BESIDE_TEXT = (
 )  # fmt: skip
 # Options of a model on this machine, which --target excludes.
 _NOT_OF_SERVER = ("model", "text", "precision", "ctranslate2", "record", "checkpoint")
-
-
-class EvaluationError(Exception):
-    """The evaluation cannot run; the message names the argument or file."""
 
 
 _USER_ERRORS = (EvaluationError, RecipeError, BundleError, TokenizerError, GraphError, WorkspaceError, OSError)
@@ -161,7 +153,7 @@ def _scores(args: argparse.Namespace) -> Sequence[Score | LabelScore | TextScore
     _check_output(args)
     if args.record:
         return _record(args, test_set)
-    return _evaluate_bundle(args, test_set) if is_bundle else _evaluate_checkpoint(args, test_set)
+    return _evaluate_bundle(args, test_set) if is_bundle else evaluate_checkpoint(args, test_set)
 
 
 def _evaluate_server(args: argparse.Namespace) -> Score:
@@ -202,10 +194,13 @@ def _evaluate_running_text(args: argparse.Namespace, recipe: LanguageModelRecipe
     if args.record and args.part != "test":
         raise EvaluationError(f"--record scores the recipe's test part; leave out --part {args.part}")
     text = read_running_text(recipe.data, args.data)[args.part]
-    if not (args.model / MANIFEST_NAME).is_file():
-        return [_score_text_in_pytorch(args, text)]
-    bundle = _decoder_only(args, f"recipe {recipe.name!r} has task {recipe.task!r}")
-    return _score_texts(args, bundle, [text], [args.data / file.path for file in recipe.data.text])
+    try:
+        if not (args.model / MANIFEST_NAME).is_file():
+            return [score_text_in_pytorch(args.model, args.threads, text)]
+        bundle = _decoder_only(args, f"recipe {recipe.name!r} has task {recipe.task!r}")
+        return _score_texts(args, bundle, [text], [args.data / file.path for file in recipe.data.text])
+    except NoTextError as error:
+        raise EvaluationError(f"data.split, {args.part} part: {error}") from None
 
 
 def _decoder_only(args: argparse.Namespace, reason: str) -> Bundle:
@@ -224,15 +219,6 @@ def _score_texts(args: argparse.Namespace, bundle: Bundle, texts: Sequence[str],
         return evaluate_texts(bundle, runner, texts)
 
     return _recorded(args, bundle, {precision: score(precision) for precision in _precisions(args, bundle)}, files)
-
-
-def _score_text_in_pytorch(args: argparse.Namespace, text: str) -> TextScore:
-    from antiphon.service.tools.evaluation.score_in_pytorch import score_text
-
-    checkpoint = _open_checkpoint(args)
-    if (architecture := checkpoint.config.architecture) != "decoder":
-        raise EvaluationError(f"{args.model} has architecture={architecture!r}; it must be 'decoder'")
-    return score_text(checkpoint, text)
 
 
 def _evaluate_labels(args: argparse.Namespace, recipe: FineTuneRecipe) -> list[LabelScore]:
@@ -329,7 +315,7 @@ def _record(args: argparse.Namespace, test_set: TestSet) -> list[Score]:
     ]
     exact = scores[precisions.index("float32")] if "float32" in precisions else None
     if exact is None:
-        exact = _evaluate_checkpoint(argparse.Namespace(**{**options, "model": args.checkpoint}), test_set)[0]
+        exact = evaluate_checkpoint(argparse.Namespace(**{**options, "model": args.checkpoint}), test_set)[0]
         scores.append(exact)
     found = {name: score.bleu for name, score in zip(precisions, scores, strict=False)}
     record(bundle, "bleu", found, exact.bleu, (args.source, args.reference))
@@ -358,57 +344,3 @@ def _languages(text: TextFormat, args: argparse.Namespace) -> RequestLanguages:
     except InvalidArgument as error:
         flag = f"--{error.field.replace('_', '-')}"
         raise EvaluationError(f"{flag} is {error.value!r}; it must be {error.allowed}") from None
-
-
-def _open_checkpoint(args: argparse.Namespace) -> Checkpoint:
-    import torch
-
-    from antiphon.model.checkpoints.checkpoint import CheckpointError, load_checkpoint
-
-    torch.set_num_threads(args.threads)
-    try:
-        return load_checkpoint(args.model)
-    except CheckpointError as error:
-        raise EvaluationError(str(error)) from None
-
-
-def _evaluate_checkpoint(args: argparse.Namespace, test_set: TestSet) -> list[Score]:
-    from antiphon.model.transformer.greedy import greedy
-
-    checkpoint = _open_checkpoint(args)
-    reader = Reader(checkpoint.tokenizer, checkpoint.text, checkpoint.config.max_source_len)
-
-    def decode(sources: Sequence[list[int]]) -> list[list[int]]:
-        max_new_tokens = checkpoint.config.max_target_len
-        return in_batches(sources, args.rows, lambda part: greedy(checkpoint.model, part, max_new_tokens))
-
-    systems: list[tuple[str, Decode]] = [("pytorch float32", decode)]
-    with TemporaryDirectory() as folder:
-        if args.ctranslate2:
-            systems += _ctranslate2_systems(checkpoint, Path(folder), args)
-        return [
-            score_system(name, system, reader, test_set, args.output if index == 0 else None)
-            for index, (name, system) in enumerate(systems)
-        ]
-
-
-def _ctranslate2_systems(checkpoint: Checkpoint, folder: Path, args: argparse.Namespace) -> list[tuple[str, Decode]]:
-    try:
-        import ctranslate2
-    except ModuleNotFoundError:
-        raise EvaluationError("--ctranslate2: CTranslate2 is not installed; run: pip install ctranslate2") from None
-
-    from antiphon.model.checkpoints.checkpoint import CheckpointError
-    from antiphon.service.tools.bench.ctranslate2.conversion import save_ctranslate2_model, translate
-
-    try:
-        save_ctranslate2_model(checkpoint, folder)
-    except CheckpointError as error:
-        raise EvaluationError(f"--ctranslate2: {error}") from None
-
-    def system(compute_type: str) -> Decode:
-        translator = ctranslate2.Translator(str(folder), compute_type=compute_type, intra_threads=args.threads)
-        limit = checkpoint.config.max_target_len
-        return lambda sources: translate(translator, sources, max_batch_size=args.rows, max_decoding_length=limit)
-
-    return [(f"ctranslate2 {name}", system(name)) for name in ("float32", "int8")]
