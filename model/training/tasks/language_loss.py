@@ -14,7 +14,7 @@ from antiphon.model.training.tasks.loss import linear_cross_entropy
 from antiphon.model.training.tasks.text_loss import TextLoss, text_loss
 from antiphon.model.transformer.transformer import Transformer
 
-SCORED_ROWS = 32  # windows that are scored together
+SCORED_TOKENS = 4096  # of the windows that are scored together; limits memory
 
 
 class LanguageLoss(nn.Module):
@@ -40,7 +40,8 @@ def language_loss(model: Transformer, tokenizer: Tokenizer, ids: Sequence[int]) 
     """
     num_predicted = model.config.max_target_len - 1
     starts = adjacent_starts(len(ids), num_predicted)
-    windows = Windows(tokens=torch.tensor(ids), plan=torch.split(starts, SCORED_ROWS), num_predicted=num_predicted)
+    plan = torch.split(starts, max(1, SCORED_TOKENS // num_predicted))
+    windows = Windows(tokens=torch.tensor(ids), plan=plan, num_predicted=num_predicted)
     device, loss = next(model.parameters()).device, LanguageLoss(model)
     nats = math.fsum(float(loss(windows[index].to(device), 0.0)) for index in range(len(windows)))
     return text_loss(nats, tokenizer.bytes_of(ids[1:]))

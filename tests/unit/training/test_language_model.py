@@ -112,8 +112,15 @@ def test_text_shorter_than_two_windows_has_no_training_windows(num_tokens: int) 
     assert len(shuffled_starts(num_tokens, 8, 1)) == 0
 
 
-def test_loss_is_the_cross_entropy_of_every_window(tmp_path: Path) -> None:
-    """Reference: each window alone, with all logits and PyTorch's loss. The text has 40 windows and a shorter one."""
+@pytest.mark.parametrize("num_together", [4, 24, 4096])
+def test_loss_is_the_cross_entropy_of_every_window(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_together: int
+) -> None:
+    """Reference: each window alone, with all logits and PyTorch's loss. The text has 40 windows and a shorter one.
+
+    num_together: tokens that are scored together, of a part of a window, of three windows, and of all windows.
+    """
+    monkeypatch.setattr("antiphon.model.training.tasks.language_loss.SCORED_TOKENS", num_together)
     tokenizer = exact_tokenizer(tmp_path, 257)
     model = random_transformer(
         preset("tiny", vocab_size=257, max_target_len=9, architecture="decoder", encoder_layers=0)
