@@ -1,1 +1,1 @@
-"""Corpora that are made from Debian packages, for recipes whose texts come with no other data."""
+"""Making of text corpora from openly licensed sources, for pre-training. Imports no torch."""
