@@ -1,6 +1,6 @@
 """Recipes: TOML files that describe the public data, the model and the training of a checkpoint.
 
-This module reads and validates a recipe. corpus.py and text_files.py read the data.
+This module reads and validates a recipe. recipe_data.py describes the data.
 """
 
 from __future__ import annotations
@@ -10,19 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Discriminator,
-    Field,
-    Tag,
-    TypeAdapter,
-    ValidationError,
-    model_validator,
-)
+from pydantic import Discriminator, Field, Tag, TypeAdapter, ValidationError, model_validator
 
 from antiphon.model.config import ModelConfig
 from antiphon.model.head_config import HeadConfig
+from antiphon.model.text.exact_bpe import SMALLEST_VOCABULARY
+from antiphon.model.training.recipe_data import DataConfig, LabelledData, RunningText, Strict, TextData
 
 RECIPES = Path(__file__).parent / "recipes"
 
@@ -31,57 +24,7 @@ class RecipeError(Exception):
     """A recipe or its data cannot be used; the message names the file or field."""
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class DataFile(_Strict):
-    """One file of the data folder: its path in the folder and its SHA-256 (hex)."""
-
-    path: str
-    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
-
-
-class TextFile(DataFile):
-    """A file of texts and its format.
-
-    format
-        lines   one text a line; for `ordered` data one sentence a line and a blank line between documents
-        tsv     text<TAB>label; pre-training uses only the first column
-        snips   JSON with the name of one intent and its texts in chunks, as published in sonos/nlu-benchmark
-        conll   word<TAB>tag with BIO tags, and a blank line between sentences
-    """
-
-    format: Literal["lines", "tsv", "snips", "conll"] = "lines"
-    encoding: Literal["utf-8", "latin-1"] = "utf-8"
-
-
-class _Origin(_Strict):
-    origin: str
-    licence: str
-    attribution: str
-
-
-class TextData(_Origin):
-    """Data for pre-training an encoder.
-
-    ordered: documents; their consecutive sentences form next-sentence pairs.
-    sentences: single texts, used only for masked tokens.
-    """
-
-    ordered: tuple[TextFile, ...] = ()
-    sentences: tuple[TextFile, ...] = ()
-
-
-class LabelledData(_Origin):
-    """Data for fine-tuning an encoder; without `valid`, a hash of the text selects one text in twenty of `train`."""
-
-    train: tuple[TextFile, ...] = Field(min_length=1)
-    valid: tuple[TextFile, ...] = ()
-    test: tuple[TextFile, ...] = Field(min_length=1)
-
-
-class MaskingConfig(_Strict):
+class MaskingConfig(Strict):
     """Settings of masked-language modelling (Devlin et al. 2019, section 3.1 and appendix A.1).
 
     rate: share of a text's tokens that are predicted.
@@ -99,19 +42,7 @@ class MaskingConfig(_Strict):
         return self
 
 
-class Collection(DataFile, _Origin):
-    """Sentence pairs of one origin: a file of source<TAB>target lines.
-
-    repeat: times that a pair occurs in an epoch, 1.0 by default; of a fraction each epoch draws other pairs.
-    in_order: True: consecutive pairs were consecutive in a text.
-    """
-
-    name: str = Field(pattern=r"^[a-z0-9][a-z0-9-]{0,63}$")
-    repeat: float = Field(default=1.0, gt=0, le=100)
-    in_order: bool = False
-
-
-class Augmentation(_Strict):
+class Augmentation(Strict):
     """Changes of training pairs, drawn anew in each epoch; each is the share of pairs, or of tokens, that are changed.
 
     lower_case: the source in lower case.
@@ -127,55 +58,7 @@ class Augmentation(_Strict):
     split_tokens: float = Field(default=0.0, ge=0, lt=1)
 
 
-class DataConfig(_Strict):
-    """Data for training a translation model: sentence pairs.
-
-    pairs: one file of source<TAB>target lines, split by `held_out_rule` of corpus.py; or
-    collections: several such files, each split by that rule; origin, licence and attribution are then theirs; or
-    train, valid, test: two aligned files each, source first.
-    preprocess: "moses-lower": normalise punctuation, tokenise and lower-case with Moses rules, as published Multi30k
-        results do; the model's texts are then tokenised text.
-    """
-
-    origin: str
-    licence: str
-    attribution: str
-    pairs: DataFile | None = None
-    collections: tuple[Collection, ...] = ()
-    train: tuple[DataFile, DataFile] | None = None
-    valid: tuple[DataFile, DataFile] | None = None
-    test: tuple[DataFile, DataFile] | None = None
-    preprocess: Literal["none", "moses-lower"] = "none"
-    source_language: str
-    target_language: str
-
-    @model_validator(mode="before")
-    @classmethod
-    def _fill_origin(cls, raw: object) -> object:
-        """Put together origin, licence and attribution of the collections."""
-        if not isinstance(raw, dict) or not isinstance(raw.get("collections"), list):
-            return raw
-        rows = [row for row in raw["collections"] if isinstance(row, dict)]
-        licences = dict.fromkeys(str(row.get("licence")) for row in rows)
-        joined = {
-            "origin": f"{len(rows)} collections of sentence pairs",
-            "licence": "; ".join(licences),
-            "attribution": "\n".join(
-                f"- {row.get('name')}: {row.get('origin')}. {row.get('licence')}. {row.get('attribution')}"
-                for row in rows
-            ),
-        }
-        return {**joined, **raw}
-
-    @model_validator(mode="after")
-    def _check_names(self) -> Self:
-        names = [collection.name for collection in self.collections]
-        if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(f"collections: the name {twice[0]!r} occurs more than once")
-        return self
-
-
-class TrainConfig(_Strict):
+class TrainConfig(Strict):
     """Settings of the optimisation, as in section 5 of Vaswani et al. 2017 unless a field names another paper.
 
     batch_tokens: maximum number of target tokens in a batch, padding included.
@@ -206,7 +89,7 @@ class TrainConfig(_Strict):
     seed: int = 1
 
 
-class _Named(_Strict):
+class _Named(Strict):
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
     train: TrainConfig
 
@@ -265,7 +148,32 @@ class FineTuneRecipe(_Named):
     freeze_encoder: bool = False
 
 
-AnyRecipe = Recipe | PretrainRecipe | FineTuneRecipe
+class LanguageModelRecipe(_Named):
+    """Recipe of a decoder-only model that learns the next token of running text.
+
+    vocab_size: entries of the byte-level BPE; 257: no merges, each token is a byte.
+    model: as in Recipe. model.max_target_len is the length of a window of text, whose first token is given.
+    """
+
+    task: Literal["language-model"]
+    data: RunningText
+    vocab_size: int = Field(ge=SMALLEST_VOCABULARY, le=250_000)
+    model: dict[str, object]
+
+    def model_config_for(self, vocab_size: int, **ids: int) -> ModelConfig:
+        """Return the ModelConfig for this vocabulary size. ids: pad_id, bos_id, eos_id and unk_id."""
+        return ModelConfig.model_validate({**self.model, "vocab_size": vocab_size, **ids})
+
+    @model_validator(mode="after")
+    def _check_model(self) -> Self:
+        config = self.model_config_for(self.vocab_size)
+        _check_architecture(config, "decoder", self.task)
+        if config.max_target_len < 2:
+            raise ValueError(f"model.max_target_len={config.max_target_len} must be at least 2: the first is given")
+        return self
+
+
+AnyRecipe = Recipe | PretrainRecipe | FineTuneRecipe | LanguageModelRecipe
 
 
 def _check_architecture(config: ModelConfig, wanted: str, task: str) -> None:
@@ -282,11 +190,12 @@ _ANY_RECIPE: TypeAdapter[AnyRecipe] = TypeAdapter(
     Annotated[
         Annotated[Recipe, Tag("translate")]
         | Annotated[PretrainRecipe, Tag("pretrain")]
-        | Annotated[FineTuneRecipe, Tag("fine-tune")],
+        | Annotated[FineTuneRecipe, Tag("fine-tune")]
+        | Annotated[LanguageModelRecipe, Tag("language-model")],
         Discriminator(
             _kind,
             custom_error_type="task",
-            custom_error_message="task must be translate (the default), pretrain, classify or tag",
+            custom_error_message="task must be translate (the default), pretrain, classify, tag or language-model",
         ),
     ]
 )
@@ -311,7 +220,8 @@ def load_any_recipe(name_or_path: str) -> AnyRecipe:
 def _described(error: ValidationError) -> str:
     """Return the first error: the field, without the name of the recipe's kind, and the reason."""
     first = error.errors()[0]
-    field = ".".join(str(part) for part in first["loc"] if part not in ("translate", "pretrain", "fine-tune"))
+    kinds = ("translate", "pretrain", "fine-tune", "language-model")
+    field = ".".join(str(part) for part in first["loc"] if part not in kinds)
     return ": ".join(filter(None, (field, first["msg"].removeprefix("Value error, "))))
 
 

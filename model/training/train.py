@@ -44,6 +44,7 @@ from antiphon.model.training.group import Group
 from antiphon.model.training.recipe import (
     AnyRecipe,
     FineTuneRecipe,
+    LanguageModelRecipe,
     PretrainRecipe,
     Recipe,
     RecipeError,
@@ -51,6 +52,7 @@ from antiphon.model.training.recipe import (
     load_any_recipe,
 )
 from antiphon.model.training.tasks.fine_tune_task import FineTuneTask
+from antiphon.model.training.tasks.language_model_task import LanguageModelTask
 from antiphon.model.training.tasks.pretrain_task import PretrainTask
 from antiphon.model.training.tasks.training_task import AnyBatch, RunFolders, TrainingTask
 from antiphon.model.training.tasks.translation_task import TranslationTask
@@ -92,6 +94,8 @@ def open_task(recipe: AnyRecipe, folders: RunFolders) -> TrainingTask[Any]:
         return TranslationTask(recipe, folders)
     if isinstance(recipe, PretrainRecipe):
         return PretrainTask(recipe, folders)
+    if isinstance(recipe, LanguageModelRecipe):
+        return LanguageModelTask(recipe, folders)
     return FineTuneTask(recipe, folders)
 
 
@@ -364,7 +368,7 @@ def plot_losses(metrics: Path, target: Path) -> None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument(
-        "recipe", help="a recipe's name (tatoeba-en-de, mlm-small, snips...) or the path of a TOML file"
+        "recipe", help="a recipe's name (tatoeba-en-de, mlm-small, shakespeare-gpt...) or the path of a TOML file"
     )
     parser.add_argument("--data", type=Path, required=True, help="folder with the recipe's data files")
     parser.add_argument("--output", type=Path, help="run folder; an existing run is resumed (default runs/RECIPE)")

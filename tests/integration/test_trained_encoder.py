@@ -21,7 +21,6 @@ from antiphon.model.checkpoints.checkpoint import Checkpoint, load_checkpoint
 from antiphon.model.export.export import export_bundle
 from antiphon.model.head_config import Task
 from antiphon.model.text.template import fill
-from antiphon.model.training.recipe import FineTuneRecipe
 from antiphon.model.training.train import Trainer
 from antiphon.service.runtime.encoder_runner import EncoderRunner
 from antiphon.service.runtime.runners import open_runner
@@ -30,6 +29,7 @@ from antiphon.v1 import inference_pb2 as pb
 from antiphon.v1.inference_pb2_grpc import InferenceServiceStub
 from tests.encoder_recipes import GROUP, command, fine_tune_recipe, pretrained
 from tests.integration.process import ServerProcess, antiphon
+from tests.recipe_files import write_recipe
 
 torch.set_num_threads(1)  # arrays this small lose time to threads
 
@@ -155,19 +155,6 @@ def test_evaluate_gives_the_scores_of_training(trained: Trained, name: str, task
     )
 
 
-def written(recipe: FineTuneRecipe, path: Path) -> str:
-    """Write the recipe as a TOML file; its values have the same notation in JSON and TOML."""
-
-    def inline(value: object) -> str:
-        if isinstance(value, dict):
-            return f"{{ {', '.join(f'{key} = {inline(one)}' for key, one in value.items())} }}"
-        return f"[{', '.join(map(inline, value))}]" if isinstance(value, list) else json.dumps(value)
-
-    held = recipe.model_dump(mode="json", exclude_none=True)
-    path.write_text("".join(f"{key} = {inline(value)}\n" for key, value in held.items()), encoding="utf-8")
-    return str(path)
-
-
 @pytest.mark.parametrize(("name", "task", "measure"), [("intents", "classify", "accuracy"), ("entities", "tag", "f1")])
 def test_recorded_quality_equals_the_score_of_each_precision(
     trained: Trained, tmp_path: Path, name: str, task: str, measure: str, capsys: pytest.CaptureFixture[str]
@@ -175,7 +162,7 @@ def test_recorded_quality_equals_the_score_of_each_precision(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the exporter's own
         bundle = export_bundle(trained.checkpoints[name], tmp_path / "bundle")
-    recipe = written(fine_tune_recipe(trained.folder, task), tmp_path / "recipe.toml")
+    recipe = write_recipe(fine_tune_recipe(trained.folder, task), tmp_path / "recipe.toml")
     asked = ["evaluate", str(bundle.path), "--recipe", recipe, "--data", str(trained.folder), "--json"]
     alone = {}
     for precision in ("float32", "int8"):

@@ -79,6 +79,21 @@ def test_perplexity_is_exp_of_the_loss_of_transformers(
     assert (score["tokens"], score["texts"], score["skipped"]) == (num_tokens, num_texts, len(TEXTS) - num_texts)
 
 
+def test_loss_per_byte_and_per_character_counts_the_text_of_the_scored_tokens(
+    imported: Imported, text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """GPT-2 has no begin token, so the first token is not scored. Llama's word mark before a text is a space."""
+    encoded = [imported.tokenizer(line)["input_ids"] for line in TEXTS if line.strip()]
+    decoded = [imported.tokenizer.decode(ids[1:], skip_special_tokens=True) for ids in encoded if len(ids) > 1]
+    marks = len(decoded) if imported.theirs.config.model_type == "llama" else 0
+    (score,) = evaluate(capsys, imported.bundle, "--text", text, "--precision", "float32")
+    nats = math.log(score["perplexity"]) * score["tokens"]
+    assert score["nats_per_character"] == pytest.approx(nats / (sum(map(len, decoded)) + marks))
+    num_bytes = sum(len(line.encode()) for line in decoded) + marks
+    assert score["bits_per_byte"] == pytest.approx(nats / math.log(2) / num_bytes)
+    assert num_bytes > sum(map(len, decoded)) + marks
+
+
 def test_recorded_perplexity_equals_the_score_of_each_precision(
     imported: Imported, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,4 +1,4 @@
-"""Further training of imported checkpoints: a BERT of transformers with its tokenizer and heads."""
+"""Further training of imported checkpoints: a BERT of transformers with its tokenizer and heads, and a GPT-2."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from antiphon.cli.main import main
 from antiphon.model.checkpoints.checkpoint import load_checkpoint
 from antiphon.model.export.export import export_bundle
 from antiphon.model.text.template import fill
+from tests.language_recipes import language_recipe, running_text
+from tests.parity.decoder_checkpoints import write_decoder
 from tests.parity.encoder_checkpoints import write_checkpoint
+from tests.recipe_files import write_recipe as write_toml
 
 torch.set_num_threads(1)  # arrays this small are slower with several threads
 
@@ -91,3 +94,28 @@ def test_pretraining_of_bert_continues(original: tuple[Path, Any], tmp_path: Pat
     assert checkpoint.config.vocab_size == CONFIG["vocab_size"]
     losses = [json.loads(line) for line in (averaged.parent / "metrics.jsonl").read_text().splitlines()]
     assert losses[-1]["valid_loss"] < 3
+
+
+def test_gpt2_is_trained_further_from_its_own_loss(tmp_path: Path) -> None:
+    """Without a step's effect (a rate near 0) the loss is that of transformers in the same windows."""
+    theirs = write_decoder(tmp_path / "gpt2", "gpt2")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "gpt2")
+    losses = {}
+    for rate, num_steps in ((1e-12, 1), (1e-2, 60)):
+        recipe = language_recipe(
+            tmp_path, peak_lr=rate, max_steps=num_steps, checkpoint_every_steps=num_steps, warmup_steps=1
+        )
+        path, run = write_toml(recipe, tmp_path / "recipe.toml"), tmp_path / f"run{num_steps}"
+        arguments = ["--data", str(tmp_path), "--init", str(tmp_path / "gpt2"), "--output", str(run)]
+        assert main(["train", path, *arguments]) == 0
+        losses[num_steps] = json.loads((run / "metrics.jsonl").read_text())["valid_loss"]
+    text = running_text()
+    ids = tokenizer(text[int(0.8 * len(text)) : int(0.9 * len(text))])["input_ids"]
+    total = 0.0
+    for start in range(0, len(ids) - 1, 63):
+        window = torch.tensor([ids[start : start + 64]])
+        with torch.no_grad():
+            total += theirs(window, labels=window).loss.item() * (window.shape[1] - 1)
+    assert losses[1] == pytest.approx(total / (len(ids) - 1), rel=1e-4)
+    assert losses[60] < losses[1] / 2
+    assert load_checkpoint(tmp_path / "run60/averaged").text.kind == "tokenizers"

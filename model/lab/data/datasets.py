@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from antiphon.model.training.data.corpus import Pair
-from antiphon.model.training.recipe import DataConfig
+from antiphon.model.training.recipe_data import DataConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -19,7 +19,8 @@ from typing import Literal, get_args
 from antiphon.model.lab.data.datasets import Dataset
 from antiphon.model.lab.data.written import write_parts
 from antiphon.model.training.data.corpus import Pair, read_verified
-from antiphon.model.training.recipe import DataFile, RecipeError
+from antiphon.model.training.recipe import RecipeError
+from antiphon.model.training.recipe_data import DataFile
 
 Split = Literal[
     "simple",

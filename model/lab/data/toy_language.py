@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 
 from antiphon.model.lab.data.written import write_parts
-from antiphon.model.training.recipe import DataConfig
+from antiphon.model.training.recipe_data import DataConfig
 
 _WORDS = {"red": "rot", "green": "grün", "blue": "blau", "house": "Haus", "tree": "Baum", "old": "alt", "new": "neu"}
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from antiphon.model.bundle.manifest import file_entry
 from antiphon.model.training.data.corpus import Pair
-from antiphon.model.training.recipe import DataConfig, DataFile
+from antiphon.model.training.recipe_data import DataConfig, DataFile
 
 
 def write_parts(

@@ -17,7 +17,8 @@ from antiphon.model.lab.pictures import bars
 from antiphon.model.lab.setting import Setting
 from antiphon.model.lab.trial import Figures, Trial
 from antiphon.model.training.data.corpus import load_corpus
-from antiphon.model.training.recipe import DataConfig, Recipe, load_recipe
+from antiphon.model.training.recipe import Recipe, load_recipe
+from antiphon.model.training.recipe_data import DataConfig
 
 BASELINE = "baseline"
 STEPS = 1200

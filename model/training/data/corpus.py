@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from antiphon.model.bundle.manifest import file_entry
-from antiphon.model.training.recipe import DataConfig, DataFile, RecipeError
+from antiphon.model.training.recipe import RecipeError
+from antiphon.model.training.recipe_data import DataConfig, DataFile
 
 Pair = tuple[str, str]
 

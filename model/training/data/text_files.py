@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
 from antiphon.model.training.data.corpus import read_verified
-from antiphon.model.training.recipe import LabelledData, RecipeError, TextFile
+from antiphon.model.training.recipe import RecipeError
+from antiphon.model.training.recipe_data import LabelledData, TextFile
 
 HELD_OUT_SALT = "antiphon-held-out-texts-v1|"
 VALID_PER_MILLE = 50

@@ -1,7 +1,7 @@
 """`antiphon evaluate`: runs a bundle, or a checkpoint in PyTorch, on a test set and scores it.
 
-Opens models and test sets; evaluate_translations.py, evaluate_labels.py and evaluate_texts.py score them; quality.py
-records the scores.
+Opens bundles and test sets; evaluate_translations.py, evaluate_labels.py and evaluate_texts.py score them, and
+evaluate_checkpoints.py scores checkpoints. quality.py records the scores.
 
 A bundle runs in the same engine as in the server, without the network. torch is imported for checkpoints only.
 """
@@ -16,7 +16,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TypeVar
 
 from antiphon.cli.connection_flags import add_call_flags, add_connection_flags, connection_problem, read_terms
@@ -27,22 +26,30 @@ from antiphon.model.ops.workspace import WorkspaceError
 from antiphon.model.text.format import TextFormat
 from antiphon.model.text.tokenizer import TokenizerError, open_tokenizer
 from antiphon.model.training.data.corpus import Corpus, Pair, load_collections, load_corpus
-from antiphon.model.training.recipe import DataConfig, FineTuneRecipe, RecipeError, load_any_recipe, load_recipe
+from antiphon.model.training.data.running_text import read_running_text
+from antiphon.model.training.recipe import (
+    FineTuneRecipe,
+    LanguageModelRecipe,
+    RecipeError,
+    load_any_recipe,
+    load_recipe,
+)
+from antiphon.model.training.recipe_data import DataConfig
 from antiphon.service.domain.errors import InvalidArgument
 from antiphon.service.domain.limits import ALLOWED
 from antiphon.service.domain.request import SamplingParams
 from antiphon.service.rpc.v1.requests.languages import RequestLanguages, named_languages
 from antiphon.service.runtime.encoder_runner import EncoderRunner
 from antiphon.service.runtime.runners import open_runner
+from antiphon.service.tools.evaluation.errors import EvaluationError
+from antiphon.service.tools.evaluation.evaluate_checkpoints import evaluate_checkpoint, score_text_in_pytorch
 from antiphon.service.tools.evaluation.evaluate_labels import LabelScore, evaluate_labels
 from antiphon.service.tools.evaluation.evaluate_server import evaluate_server
 from antiphon.service.tools.evaluation.evaluate_texts import NoTextError, TextScore, evaluate_texts
 from antiphon.service.tools.evaluation.evaluate_translations import (
-    Decode,
     Reader,
     Score,
     TestSet,
-    in_batches,
     run_engine,
     score_system,
 )
@@ -57,10 +64,6 @@ _NOT_BESIDE_TEXT = (
 )  # fmt: skip
 # Options of a model on this machine, which --target excludes.
 _NOT_OF_SERVER = ("model", "text", "precision", "ctranslate2", "record", "checkpoint")
-
-
-class EvaluationError(Exception):
-    """The evaluation cannot run; the message names the argument or file."""
 
 
 _USER_ERRORS = (EvaluationError, RecipeError, BundleError, TokenizerError, GraphError, WorkspaceError, OSError)
@@ -144,8 +147,11 @@ def _scores(args: argparse.Namespace) -> Sequence[Score | LabelScore | TextScore
         raise EvaluationError("give a MODEL, or --target with the address of a server")
     if args.text is not None:
         return _evaluate_texts(args)
-    if recipe := _labelling_recipe(args):
+    recipe = load_any_recipe(args.recipe) if args.recipe and args.data else None
+    if isinstance(recipe, FineTuneRecipe):
         return _evaluate_labels(args, recipe)
+    if isinstance(recipe, LanguageModelRecipe):
+        return _evaluate_running_text(args, recipe)
     test_set = _test_set(args)
     is_bundle = (args.model / MANIFEST_NAME).is_file()
     if is_bundle and args.ctranslate2:
@@ -153,7 +159,7 @@ def _scores(args: argparse.Namespace) -> Sequence[Score | LabelScore | TextScore
     _check_output(args)
     if args.record:
         return _record(args, test_set)
-    return _evaluate_bundle(args, test_set) if is_bundle else _evaluate_checkpoint(args, test_set)
+    return _evaluate_bundle(args, test_set) if is_bundle else evaluate_checkpoint(args, test_set)
 
 
 def _evaluate_server(args: argparse.Namespace) -> Score:
@@ -180,28 +186,46 @@ def _check_output(args: argparse.Namespace) -> None:
         raise EvaluationError(f"--output is {args.output}, but there is no directory {args.output.parent}")
 
 
-def _labelling_recipe(args: argparse.Namespace) -> FineTuneRecipe | None:
-    """Return the recipe if it trains labels and not translations."""
-    recipe = load_any_recipe(args.recipe) if args.recipe and args.data else None
-    return recipe if isinstance(recipe, FineTuneRecipe) else None
-
-
 def _evaluate_texts(args: argparse.Namespace) -> list[TextScore]:
     if beside := [name for name in _NOT_BESIDE_TEXT if getattr(args, name)]:
         raise EvaluationError(f"--text measures decoder-only models; leave out --{beside[0].replace('_', '-')}")
-    texts, bundle = _read(args.text), load_bundle(args.model)
+    texts, bundle = _read(args.text), _decoder_only(args, "--text measures decoder-only models")
+    try:
+        return _score_texts(args, bundle, texts, [args.text])
+    except NoTextError as error:
+        raise EvaluationError(f"{args.text}: {error}") from None
+
+
+def _evaluate_running_text(args: argparse.Namespace, recipe: LanguageModelRecipe) -> list[TextScore]:
+    """Score a part of a recipe's running text, which is one text, with a bundle or a checkpoint."""
+    if args.record and args.part != "test":
+        raise EvaluationError(f"--record scores the recipe's test part; leave out --part {args.part}")
+    text = read_running_text(recipe.data, args.data)[args.part]
+    try:
+        if not (args.model / MANIFEST_NAME).is_file():
+            return [score_text_in_pytorch(args.model, args.threads, text)]
+        bundle = _decoder_only(args, f"recipe {recipe.name!r} has task {recipe.task!r}")
+        return _score_texts(args, bundle, [text], [args.data / file.path for file in recipe.data.text])
+    except NoTextError as error:
+        raise EvaluationError(f"data.split, {args.part} part: {error}") from None
+
+
+def _decoder_only(args: argparse.Namespace, reason: str) -> Bundle:
+    """Open the bundle. Raises EvaluationError, with the reason, unless the model is decoder-only."""
+    bundle = load_bundle(args.model)
     if (architecture := bundle.manifest.model.architecture) != "decoder":
-        raise EvaluationError(f"--text measures decoder-only models; {args.model} has architecture={architecture!r}")
+        raise EvaluationError(f"{reason}; {args.model} has architecture={architecture!r}")
+    return bundle
+
+
+def _score_texts(args: argparse.Namespace, bundle: Bundle, texts: Sequence[str], files: list[Path]) -> list[TextScore]:
+    """Score the asked precisions, and record the scores if asked. Raises NoTextError if no text has two tokens."""
 
     def score(precision: Precision | None) -> TextScore:
         runner = open_runner(bundle, max_rows=args.rows, threads=args.threads, precision=precision)
         return evaluate_texts(bundle, runner, texts)
 
-    try:
-        scores = {precision: score(precision) for precision in _precisions(args, bundle)}
-    except NoTextError as error:
-        raise EvaluationError(f"{args.text}: {error}") from None
-    return _recorded(args, bundle, scores, [args.text])
+    return _recorded(args, bundle, {precision: score(precision) for precision in _precisions(args, bundle)}, files)
 
 
 def _evaluate_labels(args: argparse.Namespace, recipe: FineTuneRecipe) -> list[LabelScore]:
@@ -308,7 +332,7 @@ def _record(args: argparse.Namespace, test_set: TestSet) -> list[Score]:
     ]
     exact = scores[precisions.index("float32")] if "float32" in precisions else None
     if exact is None:
-        exact = _evaluate_checkpoint(argparse.Namespace(**{**options, "model": args.checkpoint}), test_set)[0]
+        exact = evaluate_checkpoint(argparse.Namespace(**{**options, "model": args.checkpoint}), test_set)[0]
         scores.append(exact)
     found = {name: score.bleu for name, score in zip(precisions, scores, strict=False)}
     record(bundle, "bleu", found, exact.bleu, (args.source, args.reference))
@@ -348,55 +372,3 @@ def _languages(text: TextFormat, args: argparse.Namespace) -> RequestLanguages:
     except InvalidArgument as error:
         flag = f"--{error.field.replace('_', '-')}"
         raise EvaluationError(f"{flag} is {error.value!r}; it must be {error.allowed}") from None
-
-
-def _evaluate_checkpoint(args: argparse.Namespace, test_set: TestSet) -> list[Score]:
-    if args.beam_width != 1:
-        raise EvaluationError("--beam-width needs a bundle or a server; a checkpoint decodes greedily")
-    import torch
-
-    from antiphon.model.checkpoints.checkpoint import CheckpointError, load_checkpoint
-    from antiphon.model.transformer.greedy import greedy
-
-    torch.set_num_threads(args.threads)
-    try:
-        checkpoint = load_checkpoint(args.model)
-    except CheckpointError as error:
-        raise EvaluationError(str(error)) from None
-    reader = Reader(checkpoint.tokenizer, checkpoint.text, checkpoint.config.max_source_len)
-
-    def decode(sources: Sequence[list[int]]) -> list[list[int]]:
-        max_new_tokens = checkpoint.config.max_target_len
-        return in_batches(sources, args.rows, lambda part: greedy(checkpoint.model, part, max_new_tokens))
-
-    systems: list[tuple[str, Decode]] = [("pytorch float32", decode)]
-    with TemporaryDirectory() as folder:
-        if args.ctranslate2:
-            systems += _ctranslate2_systems(checkpoint, Path(folder), args)
-        return [
-            score_system(name, system, reader, test_set, args.output if index == 0 else None)
-            for index, (name, system) in enumerate(systems)
-        ]
-
-
-def _ctranslate2_systems(checkpoint: object, folder: Path, args: argparse.Namespace) -> list[tuple[str, Decode]]:
-    try:
-        import ctranslate2
-    except ModuleNotFoundError:
-        raise EvaluationError("--ctranslate2: CTranslate2 is not installed; run: pip install ctranslate2") from None
-
-    from antiphon.model.checkpoints.checkpoint import Checkpoint, CheckpointError
-    from antiphon.service.tools.bench.ctranslate2.conversion import save_ctranslate2_model, translate
-
-    assert isinstance(checkpoint, Checkpoint)
-    try:
-        save_ctranslate2_model(checkpoint, folder)
-    except CheckpointError as error:
-        raise EvaluationError(f"--ctranslate2: {error}") from None
-
-    def system(compute_type: str) -> Decode:
-        translator = ctranslate2.Translator(str(folder), compute_type=compute_type, intra_threads=args.threads)
-        limit = checkpoint.config.max_target_len
-        return lambda sources: translate(translator, sources, max_batch_size=args.rows, max_decoding_length=limit)
-
-    return [(f"ctranslate2 {name}", system(name)) for name in ("float32", "int8")]

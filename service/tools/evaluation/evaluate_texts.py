@@ -1,4 +1,4 @@
-"""`antiphon evaluate --text` for decoder-only models: perplexity of texts, with Score requests to the engine.
+"""`antiphon evaluate` for decoder-only models: perplexity of texts, with Score requests to the engine.
 
 Knows texts, tokens and log-probabilities; evaluate.py opens bundles and prints.
 """
@@ -12,8 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from antiphon.model.bundle.manifest import Bundle, Measure
+from antiphon.model.text.format import TextFormat
 from antiphon.model.text.template import fill, num_before
-from antiphon.model.text.tokenizer import open_tokenizer
+from antiphon.model.text.tokenizer import Tokenizer, open_tokenizer
+from antiphon.model.training.tasks.text_loss import text_loss
 from antiphon.service.domain.request import Arrival, Request
 from antiphon.service.domain.tasks import Score
 from antiphon.service.runtime.runners import AnyRunner
@@ -29,13 +31,16 @@ class NoTextError(ValueError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextScore:
-    """Score of one system on a file. perplexity: exp of the mean negative log-likelihood of the scored tokens.
+    """Score of one system on texts. perplexity: exp of the mean negative log-likelihood of the scored tokens.
 
+    nats_per_character, bits_per_byte: the same loss for the characters and the UTF-8 bytes of the scored tokens.
     texts: number of scored texts; skipped: number of texts that are too short; windows: number of scored windows.
     """
 
     system: str
     perplexity: float
+    nats_per_character: float
+    bits_per_byte: float
     tokens: int
     texts: int
     skipped: int
@@ -52,14 +57,16 @@ class TextScore:
         """Return the score as one line."""
         skipped = f", {self.skipped} skipped" if self.skipped else ""
         return (
-            f"{self.system:<24} perplexity {self.perplexity:.4f}  {self.tokens} tokens of {self.texts} texts{skipped}  "
+            f"{self.system:<24} perplexity {self.perplexity:.4f}  {self.nats_per_character:.4f} nats per character  "
+            f"{self.bits_per_byte:.4f} bits per byte  {self.tokens} tokens of {self.texts} texts{skipped}  "
             f"{self.tokens / self.seconds:,.0f} tokens/s"
         )
 
 
 def evaluate_texts(bundle: Bundle, runner: AnyRunner, texts: Sequence[str]) -> TextScore:
     """Score a decoder-only model on texts. Raises NoTextError if no text has two tokens."""
-    encoded = [ids for ids in _read(bundle, texts) if len(ids) >= SHORTEST]
+    tokenizer = open_tokenizer(bundle.path, bundle.manifest.text)
+    encoded = [ids for ids in _read(bundle.manifest.text, tokenizer, texts) if len(ids) >= SHORTEST]
     pieces = [piece for ids in encoded for piece in windows(ids, bundle.manifest.model.max_target_len)]
     if not pieces:
         raise NoTextError(f"none of {len(texts)} lines has {SHORTEST} tokens, the first of which is given")
@@ -67,11 +74,17 @@ def evaluate_texts(bundle: Bundle, runner: AnyRunner, texts: Sequence[str]) -> T
     started = time.perf_counter()
     events = asyncio.run(answer_all(runner, requests, unit="window"))
     seconds = time.perf_counter() - started
-    logprobs = [one.logprob for event in events for one in event.logprobs]
+    loss = text_loss(
+        -math.fsum(one.logprob for event in events for one in event.logprobs),
+        b"".join(tokenizer.bytes_of(piece[1:]) for piece in pieces),
+    )
+    num_tokens = sum(len(piece) - 1 for piece in pieces)
     return TextScore(
         system=f"antiphon {runner.precision}",
-        perplexity=math.exp(-math.fsum(logprobs) / len(logprobs)),
-        tokens=len(logprobs),
+        perplexity=math.exp(loss.nats / num_tokens),
+        nats_per_character=loss.nats_per_character,
+        bits_per_byte=loss.bits_per_byte,
+        tokens=num_tokens,
         texts=len(encoded),
         skipped=len(texts) - len(encoded),
         windows=len(pieces),
@@ -87,9 +100,8 @@ def windows(ids: Sequence[int], longest: int) -> list[Sequence[int]]:
     return [ids[start : start + longest] for start in range(0, len(ids) - 1, longest - 1)]
 
 
-def _read(bundle: Bundle, texts: Sequence[str]) -> list[tuple[int, ...]]:
+def _read(text: TextFormat, tokenizer: Tokenizer, texts: Sequence[str]) -> list[tuple[int, ...]]:
     """Tokenise each text, with the template's tokens before it and none after it. A blank line has no tokens."""
-    tokenizer, text = open_tokenizer(bundle.path, bundle.manifest.text), bundle.manifest.text
     before = num_before(text)
     filled = []
     for line, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):

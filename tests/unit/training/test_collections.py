@@ -12,7 +12,8 @@ from antiphon.model.text.tokenizer import Tokenizer
 from antiphon.model.training.data.corpus import Pair, held_out_rule, load_collections, load_corpus
 from antiphon.model.training.data.pair_epochs import RepeatedPairs, epoch_pairs
 from antiphon.model.training.data.token_splitting import TokenSplitter
-from antiphon.model.training.recipe import Augmentation, DataConfig, load_recipe
+from antiphon.model.training.recipe import Augmentation, load_recipe
+from antiphon.model.training.recipe_data import DataConfig
 
 DATA = os.environ.get("ANTIPHON_DATA")
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from antiphon.model.training.data.corpus import HELD_OUT_MAX_GROUP, Pair, held_out_rule, load_corpus
-from antiphon.model.training.recipe import DataConfig, DataFile, RecipeError, load_recipe
+from antiphon.model.training.recipe import RecipeError, load_recipe
+from antiphon.model.training.recipe_data import DataConfig, DataFile
 
 DATA = os.environ.get("ANTIPHON_DATA")
 

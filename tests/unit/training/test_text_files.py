@@ -15,7 +15,8 @@ from antiphon.model.training.data.text_files import (
     read_tagged,
     read_texts,
 )
-from antiphon.model.training.recipe import LabelledData, RecipeError, TextFile
+from antiphon.model.training.recipe import RecipeError
+from antiphon.model.training.recipe_data import LabelledData, TextFile
 
 
 def written(folder: Path, name: str, content: bytes, **settings: str) -> TextFile:

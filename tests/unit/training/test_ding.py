@@ -2,7 +2,7 @@
 
 import pytest
 
-from antiphon.model.corpora.ding import ding_pairs, is_sentence
+from antiphon.model.training.corpora.ding import ding_pairs, is_sentence
 
 
 @pytest.mark.parametrize(

@@ -1,1 +1,0 @@
-"""Corpora made from openly licensed packages of Debian."""
