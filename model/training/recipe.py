@@ -23,8 +23,12 @@ from pydantic import (
 
 from antiphon.model.config import ModelConfig
 from antiphon.model.head_config import HeadConfig
+from antiphon.model.text import word_piece
 
 RECIPES = Path(__file__).parent / "recipes"
+_WORD_PIECE_IDS = dict(
+    pad_id=word_piece.PAD_ID, bos_id=word_piece.CLS_ID, eos_id=word_piece.SEP_ID, unk_id=word_piece.UNK_ID
+)
 
 
 class RecipeError(Exception):
@@ -177,18 +181,21 @@ class Recipe(_Named):
 class PretrainRecipe(_Named):
     """Recipe of an encoder that is pre-trained on masked tokens, and with ordered data also on next-sentence pairs.
 
+    tokenizer: vocabulary to learn: "byte_bpe", or BERT's "word_piece", which removes upper case and accents.
     model: as in Recipe, without heads, which the task decides.
     """
 
     task: Literal["pretrain"]
     data: TextData
+    tokenizer: Literal["byte_bpe", "word_piece"] = "byte_bpe"
     vocab_size: int = Field(ge=300, le=250_000)
     model: dict[str, object]
     masking: MaskingConfig = MaskingConfig()
 
     def model_config_for(self, vocab_size: int, heads: Sequence[HeadConfig] = ()) -> ModelConfig:
         """Return the ModelConfig for this vocabulary size and these heads."""
-        return ModelConfig.model_validate({**self.model, "vocab_size": vocab_size, "heads": tuple(heads)})
+        ids = _WORD_PIECE_IDS if self.tokenizer == "word_piece" else {}
+        return ModelConfig.model_validate({**self.model, **ids, "vocab_size": vocab_size, "heads": tuple(heads)})
 
     @model_validator(mode="after")
     def _check_model(self) -> Self:

@@ -12,6 +12,7 @@ from antiphon.model.checkpoints.checkpoint import CheckpointError
 from antiphon.model.config import ModelConfig
 from antiphon.model.head_config import HeadConfig, Task
 from antiphon.model.ops.attention import Backend
+from antiphon.model.text import word_piece
 from antiphon.model.text.template import fill
 from antiphon.model.text.tokenizer import MASK_TOKEN, Tokenizer, encoder_format
 from antiphon.model.training.data.encoder_data import EncoderBatch, EncoderExample, collate
@@ -68,8 +69,9 @@ class PretrainTask:
         data = recipe.data
         texts = list(dict.fromkeys(text for file in data.sentences for text in read_texts(folders.data, file)))
         documents = [document for file in data.ordered for document in read_documents(folders.data, file)]
-        self.tokenizer = run_tokenizer(folders, lambda: self._train_tokenizer(texts, documents))
-        self.text = encoder_format(self.tokenizer) if folders.init is None else folders.init.text
+        new_format = word_piece.FORMAT if recipe.tokenizer == "word_piece" else None
+        self.tokenizer = run_tokenizer(folders, lambda: self._train_tokenizer(texts, documents), new_format)
+        self.text = new_format or encoder_format(self.tokenizer) if folders.init is None else folders.init.text
         self.config = self._config()
         self.tasks = tuple(head.task for head in self.config.heads)
         self.num_losses = len(self.tasks)
@@ -79,6 +81,8 @@ class PretrainTask:
 
     def _train_tokenizer(self, texts: Sequence[str], documents: Sequence[Sequence[str]]) -> Tokenizer:
         all_texts = [*texts, *(sentence for document in documents for sentence in document)]
+        if self.recipe.tokenizer == "word_piece":
+            return Tokenizer.train_word_piece(all_texts, self.recipe.vocab_size)
         return Tokenizer.train(all_texts, self.recipe.vocab_size, extra_special=[MASK_TOKEN])
 
     def _config(self) -> ModelConfig:

@@ -99,8 +99,11 @@ class TrainingTask(Protocol[Model]):
         ...
 
 
-def run_tokenizer(folders: RunFolders, train: Callable[[], Tokenizer]) -> Tokenizer:
-    """Return the tokenizer of the run folder; without one, rank 0 copies that of init or trains one with `train`."""
+def run_tokenizer(folders: RunFolders, train: Callable[[], Tokenizer], text: TextFormat | None = None) -> Tokenizer:
+    """Return the tokenizer of the run folder; without one, rank 0 copies that of init or trains one with `train`.
+
+    text: text format of the trained tokenizer; None: byte-level BPE.
+    """
     init = folders.init
     if folders.group.rank == 0:
         folders.run.mkdir(parents=True, exist_ok=True)
@@ -115,7 +118,8 @@ def run_tokenizer(folders: RunFolders, train: Callable[[], Tokenizer]) -> Tokeni
                 shutil.copyfile(init.text_folder / name, unfinished)
             unfinished.replace(path)
     folders.group.wait()
-    return Tokenizer.load(folders.run / "tokenizer.json") if init is None else open_tokenizer(folders.run, init.text)
+    text = text if init is None else init.text
+    return Tokenizer.load(folders.run / "tokenizer.json") if text is None else open_tokenizer(folders.run, text)
 
 
 def start_model(config: ModelConfig, backend: Backend, folders: RunFolders) -> Transformer:
