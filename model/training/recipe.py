@@ -53,11 +53,21 @@ class TextFile(DataFile):
         lines   one text a line; for `ordered` data one sentence a line and a blank line between documents
         tsv     text<TAB>label; pre-training uses only the first column
         snips   JSON with the name of one intent and its texts in chunks, as published in sonos/nlu-benchmark
+        json    JSON object whose `key` has a list of [text, label], as published in clinc/oos-eval
         conll   word<TAB>tag with BIO tags, and a blank line between sentences
     """
 
-    format: Literal["lines", "tsv", "snips", "conll"] = "lines"
+    format: Literal["lines", "tsv", "snips", "json", "conll"] = "lines"
+    key: str | None = None
     encoding: Literal["utf-8", "latin-1"] = "utf-8"
+
+    @model_validator(mode="after")
+    def _check_key(self) -> Self:
+        if (self.key is None) == (self.format == "json"):
+            raise ValueError(
+                f"key={self.key!r} does not fit format={self.format!r}; format 'json' needs it, others none"
+            )
+        return self
 
 
 class _Origin(_Strict):
@@ -78,11 +88,15 @@ class TextData(_Origin):
 
 
 class LabelledData(_Origin):
-    """Data for fine-tuning an encoder; without `valid`, a hash of the text selects one text in twenty of `train`."""
+    """Data for fine-tuning an encoder; without `valid`, a hash of the text selects one text in twenty of `train`.
+
+    max_train_examples: number of texts that are learned; None: all of the training part. See few_examples.py.
+    """
 
     train: tuple[TextFile, ...] = Field(min_length=1)
     valid: tuple[TextFile, ...] = ()
     test: tuple[TextFile, ...] = Field(min_length=1)
+    max_train_examples: int | None = Field(default=None, ge=1)
 
 
 class MaskingConfig(_Strict):
@@ -129,6 +143,7 @@ class TrainConfig(_Strict):
 
     batch_tokens: maximum number of target tokens in a batch, padding included.
     peak_lr: learning rate at the end of warm-up; None: the paper's d_model^-0.5 * warmup_steps^-0.5.
+    min_steps: number of steps that max_epochs does not shorten, for a few examples.
     schedule: learning rate after warm-up: the paper's inverse square root, or linear to zero (Devlin et al. 2019).
     weight_decay: for matrices, decoupled from the gradient (Loshchilov and Hutter 2019).
     cooldown_steps: number of last steps in which the rate falls linearly to zero (Zhai et al. 2022, section 3.3);
@@ -138,6 +153,7 @@ class TrainConfig(_Strict):
     batch_tokens: int = Field(default=4096, ge=64)
     max_steps: int = Field(default=100_000, ge=1)
     max_epochs: int = Field(default=1000, ge=1)
+    min_steps: int = Field(default=0, ge=0)
     warmup_steps: int = Field(default=4000, ge=1)
     peak_lr: float | None = Field(default=None, gt=0)
     schedule: Literal["inverse_sqrt", "linear"] = "inverse_sqrt"
