@@ -44,7 +44,7 @@ def test_pretraining_learns_masked_tokens(base: Path) -> None:
     batches = task.batches("train", 1234)
     scores = label_accuracy(checkpoint.model, (batches[index] for index in range(len(batches))))
     assert scores["fill_mask_accuracy"] > 0.3
-    losses = [json.loads(line)["train_loss"] for line in (base.parent / "metrics.jsonl").read_text().splitlines()]
+    losses = [json.loads(line)["valid_loss"] for line in (base.parent / "metrics.jsonl").read_text().splitlines()]
     assert losses[-1] < losses[0]
     assert checkpoint.text.mask_id == checkpoint.tokenizer.mask_id
     assert [head.task for head in checkpoint.config.heads] == ["fill_mask", "next_sentence"]
