@@ -16,7 +16,7 @@ anchor link xref ulink emphasis command filename option literal replaceable appl
 guibutton keycap keycombo keysym userinput computeroutput systemitem varname constant function parameter type classname
 envar prompt quote firstterm glossterm productname trademark foreignphrase citetitle email phrase inlinegraphic
 mousebutton shortcut interface menuchoice
-gui guiseq key keyseq sys file cmd output input app w transchange divinename seg
+gui guiseq key keyseq sys file cmd output input app
 """
 _DROPPED = frozenset(_DROPPED_TAGS.split())
 _INLINE = frozenset(_INLINE_TAGS.split())

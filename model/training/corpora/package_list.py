@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 PACKAGE_LIST = Path(__file__).parent / "debian_docs.toml"
 
-ReaderName = Literal["html", "xml", "pod", "backticks", "json", "r_strings", "sword", "dict"]
+ReaderName = Literal["html", "xml", "pod", "backticks", "json", "r_strings", "dict"]
 
 
 class CorpusError(Exception):

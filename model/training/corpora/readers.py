@@ -5,7 +5,6 @@ pod         Perl's documentation
 backticks   strings between backticks, a conversation or description each (data of Endless Sky)
 json        texts of JSON files: strings with several words
 r_strings   vectors of strings in a database of R (.rdb); empty strings end paragraphs
-sword       books of a SWORD module (.bzz), a document for each chapter
 dict        entries of a dictionary for dictd (.dict.dz)
 """
 
@@ -25,7 +24,6 @@ Document = list[str]
 
 _POD_OTHER = re.compile(r"[=\s]")
 _POD_CODE = re.compile(r"[A-Z](?:<<+ (.*?) >>+|<([^<>]*)>)", re.DOTALL)
-_OSIS_NOTE = re.compile(r"<note\b.*?</note>", re.DOTALL)
 _CHAPTER = re.compile(r"(?:CHAPTER|Chapter|VOLUME)\b.{0,20}")
 _R_CHARACTER_VECTOR = 16
 _R_HEADER_BYTES = 23  # format "X\\n", three versions, length and name of the encoding UTF-8
@@ -105,26 +103,17 @@ def _chapters(lines: list[str]) -> list[Document]:
     """Return a document for each chapter; empty lines end paragraphs."""
     chapters: list[Document] = [[]]
     paragraph: list[str] = []
-    for line in [*lines, ""]:
-        if _CHAPTER.fullmatch(line.strip()):
-            chapters.append([])
-        elif line.strip():
-            paragraph.append(line.strip())
-        elif paragraph:
+    for line in map(str.strip, [*lines, ""]):
+        begins_chapter = _CHAPTER.fullmatch(line) is not None
+        if line and not begins_chapter:
+            paragraph.append(line)
+            continue
+        if paragraph:
             chapters[-1].append(" ".join(paragraph))
             paragraph = []
+        if begins_chapter:
+            chapters.append([])
     return chapters
-
-
-def _read_sword(content: bytes) -> list[Document]:
-    """Return a document for each chapter. The file is a sequence of zlib streams of OSIS markup."""
-    documents: list[Document] = []
-    while content:
-        stream = zlib.decompressobj()
-        book = _OSIS_NOTE.sub("", stream.decompress(content).decode("utf-8"))
-        documents += [paragraphs_of(chapter) for chapter in re.split(r"(?=<chapter [^>]*sID)", book)]
-        content = stream.unused_data
-    return documents
 
 
 def _read_dict(content: bytes) -> list[Document]:
@@ -144,7 +133,6 @@ READERS: Mapping[ReaderName, Callable[[bytes], list[Document]]] = {
     "backticks": _read_backticks,
     "json": _read_json,
     "r_strings": _read_r_strings,
-    "sword": _read_sword,
     "dict": _read_dict,
 }
 """Function of each format, from the contents of a file to its documents."""
