@@ -73,12 +73,20 @@ def _end(documents: TokenDocuments, start: int, num_tokens: int, *, at_least: in
 
 
 def _unrelated(documents: TokenDocuments, sentences: range, num_tokens: int, chance: random.Random) -> tuple[int, int]:
-    """Return the tokens [start, end) of sentences of another document from a random sentence on."""
+    """Return the tokens [start, end) of sentences of another document from a random sentence on.
+
+    They end at the end of the sentence that is nearest to num_tokens tokens: ending at the next one would make random
+    parts longer than real ones.
+    """
+    starts = documents.sentence_starts
     drawn = chance.randrange(documents.num_sentences - len(sentences))
     start = drawn if drawn < sentences.start else drawn + len(sentences)
     stop = documents.sentences_of(documents.document_of(start)).stop
     end = _end(documents, start, num_tokens, at_least=1, stop=stop)
-    return documents.sentence_starts[start], documents.sentence_starts[end]
+    wanted = starts[start] + num_tokens
+    if end - start > 1 and wanted - starts[end - 1] < starts[end] - wanted:
+        end -= 1
+    return starts[start], starts[end]
 
 
 def _truncated(
