@@ -295,7 +295,8 @@ class ModelConfig(BaseModel):
 def preset(name: str, **overrides: object) -> ModelConfig:
     """Return a named configuration, with fields replaced by `overrides`.
 
-    `base` and `big` are the models of the paper's table 3 (37k shared vocabulary); `tiny` is for tests.
+    `base` and `big` are the models of the paper's table 3 (37k shared vocabulary); `tiny` is for tests. `bert-base` and
+    `bert-large` are the uncased models of Devlin et al. 2019 (section 3) with the pooler, without other heads.
     Raises ValueError with the list of known presets.
     """
     presets: dict[str, dict[str, object]] = {
@@ -307,7 +308,20 @@ def preset(name: str, **overrides: object) -> ModelConfig:
             vocab_size=96, d_model=32, encoder_layers=2, decoder_layers=2, num_heads=4, d_ff=64, dropout=0.0,
             max_source_len=64, max_target_len=64,
         ),
+        "bert-base": _bert(d_model=768, layers=12, num_heads=12),
+        "bert-large": _bert(d_model=1024, layers=24, num_heads=16),
     }  # fmt: skip
     if name not in presets:
         raise ValueError(f"preset={name!r} is unknown; choose from {', '.join(presets)}")
     return ModelConfig.model_validate({**presets[name], **overrides})
+
+
+def _bert(*, d_model: int, layers: int, num_heads: int) -> dict[str, object]:
+    """Return the fields of BERT's published uncased models, which differ in these three numbers only."""
+    pooler = dict(task="pool", transform_width=d_model, activation="tanh")
+    return dict(
+        architecture="encoder", vocab_size=30522, d_model=d_model, encoder_layers=layers, decoder_layers=0,
+        num_heads=num_heads, d_ff=4 * d_model, activation="gelu", norm_placement="post", norm_eps=1e-12,
+        positions="learned", max_source_len=512, token_types=2, embedding_norm=True, scale_embeddings=False,
+        heads=[pooler], pad_id=0, unk_id=100, bos_id=101, eos_id=102,
+    )  # fmt: skip

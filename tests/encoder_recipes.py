@@ -43,6 +43,7 @@ def command(chance: random.Random) -> tuple[str, str, list[str]]:
 
 def _file(folder: Path, name: str, content: str, file_format: str) -> dict[str, str]:
     path = folder / name
+    path.parent.mkdir(exist_ok=True)
     path.write_text(content, encoding="utf-8")
     return dict(path=name, sha256=hashlib.sha256(path.read_bytes()).hexdigest(), format=file_format)
 
@@ -53,7 +54,7 @@ def commands(count: int, seed: int) -> list[tuple[str, str, list[str]]]:
     return list({text: (text, intent, tags) for text, intent, tags in (command(chance) for _ in range(count))}.values())
 
 
-def pretrain_recipe(folder: Path, **train: object) -> PretrainRecipe:
+def pretrain_recipe(folder: Path, tokenizer: str = "byte_bpe", **train: object) -> PretrainRecipe:
     """Write a recipe for masked tokens. Documents have two halves with one verb each, so the order is learnable."""
     texts = [text for text, _, _ in commands(400, seed=1)]
     chance = random.Random(2)
@@ -65,6 +66,7 @@ def pretrain_recipe(folder: Path, **train: object) -> PretrainRecipe:
         dict(
             name="commands",
             task="pretrain",
+            tokenizer=tokenizer,
             vocab_size=330,
             data=dict(
                 origin="made up",
@@ -105,8 +107,8 @@ def fine_tune_recipe(folder: Path, task: str, **train: object) -> FineTuneRecipe
     )
 
 
-def pretrained(folder: Path, **train: object) -> Path:
+def pretrained(folder: Path, tokenizer: str = "byte_bpe", **train: object) -> Path:
     """Train an encoder on the language and return its checkpoint."""
-    averaged = Trainer(pretrain_recipe(folder, **train), folder, folder / "pretrained", GROUP).run()
+    averaged = Trainer(pretrain_recipe(folder, tokenizer, **train), folder, folder / "pretrained", GROUP).run()
     assert averaged is not None
     return averaged

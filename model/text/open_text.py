@@ -55,7 +55,11 @@ def _added(text: TextFormat, special: frozenset[int]) -> dict[str, int]:
 
 def _open_backend(folder: Path, text: TextFormat) -> Vocabularies:
     path = folder / (text.source or "")
-    described = _read_json(path)
+    return open_backend(_read_json(path), text, path)
+
+
+def open_backend(described: dict[str, Any], text: TextFormat, path: Path) -> Vocabularies:
+    """Open the object of a tokenizer.json, which this function changes. Raises TokenizerError naming the path."""
     special = set(text.special_ids)
     try:
         for token in described.get("added_tokens", ()):

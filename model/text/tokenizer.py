@@ -1,21 +1,22 @@
 """Tokenizer: text to token ids and back, with a segmenter and a token table for source and target. Imports no torch.
 
-Models trained by this project use byte-level BPE (byte_bpe.py). Imported models give the same ids and texts as their
-original tokenizers; open_text.py opens their files.
+Models trained by this project use byte-level BPE (byte_bpe.py), encoders optionally WordPiece (word_piece.py). Imported
+models give the same ids and texts as their original tokenizers; open_text.py opens their files.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from antiphon.model.text import byte_bpe
+from antiphon.model.text import byte_bpe, word_piece
 from antiphon.model.text.byte_bpe import MASK_TOKEN as MASK_TOKEN
 from antiphon.model.text.byte_bpe import SPECIAL_TOKENS as SPECIAL_TOKENS
 from antiphon.model.text.format import TextFormat
 from antiphon.model.text.format import TokenizerError as TokenizerError
-from antiphon.model.text.open_text import Vocabularies, open_text
+from antiphon.model.text.open_text import Vocabularies, open_backend, open_text
 from antiphon.model.text.segmenters import Encoding
 from antiphon.model.text.template import LanguageIds, fill
 from antiphon.model.text.token_table import IncrementalDecoder as IncrementalDecoder
@@ -28,20 +29,27 @@ class Tokenizer:
     ModelConfig and TextFormat have these ids.
     """
 
+    pad_id: int
+    bos_id: int
+    eos_id: int
+    unk_id: int
+    mask_id: int | None
+
     def __init__(self, vocabularies: Vocabularies, backend: Any = None) -> None:
-        """Create a tokenizer; backend is the `tokenizers.Tokenizer` of byte-level BPE, None for imported models."""
+        """Create a tokenizer; backend is the `tokenizers.Tokenizer` of a vocabulary trained here, else None."""
         self._vocabularies = vocabularies
         self._table = vocabularies.table
         self._backend = backend
         self.vocab_size = len(vocabularies.table.pieces)
-        if backend is not None:
-            self.pad_id, self.bos_id, self.eos_id, self.unk_id = map(backend.token_to_id, SPECIAL_TOKENS)
-            self.mask_id: int | None = byte_bpe.mask_id(backend)
 
     @classmethod
     def of_byte_bpe(cls, backend: Any) -> Tokenizer:
         """Create one from a backend. Raises TokenizerError if it is not byte-level BPE with our special tokens."""
-        return cls(byte_bpe.vocabularies_of(backend), backend)
+        tokenizer = cls(byte_bpe.vocabularies_of(backend), backend)
+        ids = map(backend.token_to_id, SPECIAL_TOKENS)
+        tokenizer.pad_id, tokenizer.bos_id, tokenizer.eos_id, tokenizer.unk_id = ids
+        tokenizer.mask_id = byte_bpe.mask_id(backend)
+        return tokenizer
 
     @classmethod
     def load(cls, path: Path) -> Tokenizer:
@@ -60,8 +68,14 @@ class Tokenizer:
         """
         return cls.of_byte_bpe(byte_bpe.train(texts, vocab_size, extra_special))
 
+    @classmethod
+    def train_word_piece(cls, texts: Sequence[str], vocab_size: int) -> Tokenizer:
+        """Learn BERT's WordPiece from texts until the vocabulary has vocab_size entries, see word_piece.py."""
+        backend = word_piece.train(texts, vocab_size)
+        return cls(open_backend(json.loads(backend.to_str()), word_piece.FORMAT, Path("tokenizer.json")), backend)
+
     def save(self, path: Path) -> None:
-        """Write a tokenizer.json; only for byte-level BPE."""
+        """Write a tokenizer.json; only for a vocabulary trained here."""
         self._backend.save(str(path))
 
     def merges(self) -> list[tuple[int, int, int]]:

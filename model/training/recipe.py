@@ -14,10 +14,14 @@ from pydantic import Discriminator, Field, Tag, TypeAdapter, ValidationError, mo
 
 from antiphon.model.config import ModelConfig
 from antiphon.model.head_config import HeadConfig
+from antiphon.model.text import word_piece
 from antiphon.model.text.exact_bpe import SMALLEST_VOCABULARY
 from antiphon.model.training.recipe_data import DataConfig, LabelledData, RunningText, Strict, TextData
 
 RECIPES = Path(__file__).parent / "recipes"
+_WORD_PIECE_IDS = dict(
+    pad_id=word_piece.PAD_ID, bos_id=word_piece.CLS_ID, eos_id=word_piece.SEP_ID, unk_id=word_piece.UNK_ID
+)
 
 
 class RecipeError(Exception):
@@ -63,6 +67,7 @@ class TrainConfig(Strict):
 
     batch_tokens: maximum number of target tokens in a batch, padding included.
     peak_lr: learning rate at the end of warm-up; None: the paper's d_model^-0.5 * warmup_steps^-0.5.
+    min_steps: number of steps that max_epochs does not shorten, for a few examples.
     schedule: learning rate after warm-up: the paper's inverse square root, or linear to zero (Devlin et al. 2019).
     weight_decay: for matrices, decoupled from the gradient (Loshchilov and Hutter 2019).
     cooldown_steps: number of last steps in which the rate falls linearly to zero (Zhai et al. 2022, section 3.3);
@@ -72,6 +77,7 @@ class TrainConfig(Strict):
     batch_tokens: int = Field(default=4096, ge=64)
     max_steps: int = Field(default=100_000, ge=1)
     max_epochs: int = Field(default=1000, ge=1)
+    min_steps: int = Field(default=0, ge=0)
     warmup_steps: int = Field(default=4000, ge=1)
     peak_lr: float | None = Field(default=None, gt=0)
     schedule: Literal["inverse_sqrt", "linear"] = "inverse_sqrt"
@@ -116,18 +122,21 @@ class Recipe(_Named):
 class PretrainRecipe(_Named):
     """Recipe of an encoder that is pre-trained on masked tokens, and with ordered data also on next-sentence pairs.
 
+    tokenizer: vocabulary to learn: "byte_bpe", or BERT's "word_piece", which removes upper case and accents.
     model: as in Recipe, without heads, which the task decides.
     """
 
     task: Literal["pretrain"]
     data: TextData
+    tokenizer: Literal["byte_bpe", "word_piece"] = "byte_bpe"
     vocab_size: int = Field(ge=300, le=250_000)
     model: dict[str, object]
     masking: MaskingConfig = MaskingConfig()
 
     def model_config_for(self, vocab_size: int, heads: Sequence[HeadConfig] = ()) -> ModelConfig:
         """Return the ModelConfig for this vocabulary size and these heads."""
-        return ModelConfig.model_validate({**self.model, "vocab_size": vocab_size, "heads": tuple(heads)})
+        ids = _WORD_PIECE_IDS if self.tokenizer == "word_piece" else {}
+        return ModelConfig.model_validate({**self.model, **ids, "vocab_size": vocab_size, "heads": tuple(heads)})
 
     @model_validator(mode="after")
     def _check_model(self) -> Self:

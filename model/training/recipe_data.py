@@ -31,11 +31,21 @@ class TextFile(DataFile):
         lines   one text a line; for `ordered` data one sentence a line and a blank line between documents
         tsv     text<TAB>label; pre-training uses only the first column
         snips   JSON with the name of one intent and its texts in chunks, as published in sonos/nlu-benchmark
+        json    JSON object whose `key` has a list of [text, label], as published in clinc/oos-eval
         conll   word<TAB>tag with BIO tags, and a blank line between sentences
     """
 
-    format: Literal["lines", "tsv", "snips", "conll"] = "lines"
+    format: Literal["lines", "tsv", "snips", "json", "conll"] = "lines"
+    key: str | None = None
     encoding: Literal["utf-8", "latin-1"] = "utf-8"
+
+    @model_validator(mode="after")
+    def _check_key(self) -> Self:
+        if (self.key is None) == (self.format == "json"):
+            raise ValueError(
+                f"key={self.key!r} does not fit format={self.format!r}; format 'json' needs it, others none"
+            )
+        return self
 
 
 class Origin(Strict):
@@ -58,11 +68,15 @@ class TextData(Origin):
 
 
 class LabelledData(Origin):
-    """Data for fine-tuning an encoder; without `valid`, a hash of the text selects one text in twenty of `train`."""
+    """Data for fine-tuning an encoder; without `valid`, a hash of the text selects one text in twenty of `train`.
+
+    max_train_examples: number of texts that are learned; None: all of the training part. See few_examples.py.
+    """
 
     train: tuple[TextFile, ...] = Field(min_length=1)
     valid: tuple[TextFile, ...] = ()
     test: tuple[TextFile, ...] = Field(min_length=1)
+    max_train_examples: int | None = Field(default=None, ge=1)
 
 
 class RunningText(Origin):

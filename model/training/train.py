@@ -157,14 +157,18 @@ class Trainer:
         self.optimizer = make_optimizer(self.model, self.config)
 
     def _config(self) -> TrainConfig:
-        """Return the recipe's settings with max_steps limited by max_epochs. Raises RecipeError without batches."""
+        """Return the recipe's settings with max_steps limited by max_epochs, but not below min_steps.
+
+        Raises RecipeError without batches.
+        """
         config = self.recipe.train
         per_epoch = len(self.task.batches("train", 0)) // self.group.size
         if per_epoch < 1:
             raise RecipeError(
                 f"data: the training part has too few texts; {self.group.size} processes need a batch each"
             )
-        return config.model_copy(update={"max_steps": min(config.max_steps, per_epoch * config.max_epochs)})
+        longest = max(per_epoch * config.max_epochs, config.min_steps)
+        return config.model_copy(update={"max_steps": min(config.max_steps, longest)})
 
     def checkpoints(self) -> list[Path]:
         """Return the checkpoint folders of this run, oldest first."""
@@ -379,6 +383,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--random-weights", action="store_true", help="use only shape and tokenizer of --init: a baseline to compare"
     )
     parser.add_argument("--freeze-encoder", action="store_true", help="fine-tuning: train only the new head")
+    parser.add_argument(
+        "--max-train-examples", type=int, metavar="N", help="fine-tuning: learn from N examples of the training part"
+    )
     parser.add_argument("--threads", type=int, help="CPU threads (default: all)")
 
 
@@ -409,6 +416,8 @@ def _trainer(args: argparse.Namespace) -> Trainer:
         raise RecipeError("--random-weights needs --init, because it uses the shape and tokenizer of --init")
     if args.freeze_encoder:
         recipe = frozen(recipe)
+    if args.max_train_examples is not None:
+        recipe = with_few_examples(recipe, args.max_train_examples)
     folder = args.output or Path("runs") / recipe.name
     # Tokenizer files of imported checkpoints are sometimes converted; the run copies the files to its own folder.
     with tempfile.TemporaryDirectory() as texts:
@@ -433,3 +442,15 @@ def frozen(recipe: AnyRecipe) -> AnyRecipe:
             f"--freeze-encoder needs a recipe with task classify or tag; the task of {recipe.name!r} is {recipe.task!r}"
         )
     return recipe.model_copy(update={"freeze_encoder": True})
+
+
+def with_few_examples(recipe: AnyRecipe, count: int) -> AnyRecipe:
+    """Return the recipe with data.max_train_examples=count. Raises RecipeError for a recipe other than fine-tuning."""
+    if not isinstance(recipe, FineTuneRecipe):
+        raise RecipeError(
+            f"--max-train-examples needs a recipe with task classify or tag; the task of {recipe.name!r} is "
+            f"{recipe.task!r}"
+        )
+    if count < 1:
+        raise RecipeError(f"--max-train-examples is {count}; it must be at least 1")
+    return recipe.model_copy(update={"data": recipe.data.model_copy(update={"max_train_examples": count})})

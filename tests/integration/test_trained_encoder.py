@@ -49,10 +49,17 @@ class Trained:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
     folder = tmp_path_factory.mktemp("trained")
-    paths = {"masks": pretrained(folder, max_steps=60, checkpoint_every_steps=60)}
-    for name, task in (("intents", "classify"), ("entities", "tag")):
+    paths = {
+        "masks": pretrained(folder, max_steps=60, checkpoint_every_steps=60),
+        "word-piece-masks": pretrained(folder / "word-piece", "word_piece", max_steps=60, checkpoint_every_steps=60),
+    }
+    for name, task, init in (
+        ("intents", "classify", "masks"),
+        ("entities", "tag", "masks"),
+        ("word-piece-intents", "classify", "word-piece-masks"),
+    ):
         recipe = fine_tune_recipe(folder, task, checkpoint_every_steps=30)
-        averaged = Trainer(recipe, folder, folder / name, GROUP, init=load_checkpoint(paths["masks"])).run()
+        averaged = Trainer(recipe, folder, folder / name, GROUP, init=load_checkpoint(paths[init])).run()
         assert averaged is not None
         paths[name] = averaged
     checkpoints = {name: load_checkpoint(path) for name, path in paths.items()}
@@ -89,11 +96,12 @@ def test_command_of_the_ready_line_runs(trained: Trained) -> None:
     assert (ended.returncode, ended.stderr) == (0, b"")
 
 
-def test_classify_answers_as_pytorch(trained: Trained) -> None:
-    checkpoint = trained.checkpoints["intents"]
+@pytest.mark.parametrize("name", ["intents", "word-piece-intents"])
+def test_classify_answers_as_pytorch(trained: Trained, name: str) -> None:
+    checkpoint = trained.checkpoints[name]
     labels = labels_of(checkpoint, "classify")
     for text in texts(10):
-        found = trained.stub.Classify(pb.ClassifyRequest(model="intents", text=text)).labels
+        found = trained.stub.Classify(pb.ClassifyRequest(model=name, text=text)).labels
         expected = scores(checkpoint, "classify", *fill(checkpoint.text, checkpoint.tokenizer.encode(text)))[0]
         assert found[0].label == labels[int(expected.argmax())]
         by_label = {score.label: score.score for score in found}
@@ -125,14 +133,16 @@ def test_tag_answers_as_pytorch(trained: Trained) -> None:
             assert text[span.start : span.end].strip() == text[span.start : span.end]
 
 
-def test_fill_mask_answers_as_pytorch(trained: Trained) -> None:
+@pytest.mark.parametrize(("name", "mask"), [("masks", "<mask>"), ("word-piece-masks", "[MASK]")])
+def test_fill_mask_answers_as_pytorch(trained: Trained, name: str, mask: str) -> None:
     """The text contains the mask token in a context as in training."""
-    checkpoint = trained.checkpoints["masks"]
-    tokenizer = checkpoint.tokenizer
+    checkpoint = trained.checkpoints[name]
+    tokenizer, mask_id = checkpoint.tokenizer, checkpoint.text.mask_id
+    assert mask_id is not None
     for text in texts(5):
         head, _, tail = text.rpartition(" ")
-        response = trained.stub.FillMask(pb.FillMaskRequest(model="masks", text=f"{head} <mask>", top_k=3))
-        ids, types = fill(checkpoint.text, [*tokenizer.encode(head), tokenizer.mask_id or 0])
+        response = trained.stub.FillMask(pb.FillMaskRequest(model=name, text=f"{head} {mask}", top_k=3))
+        ids, types = fill(checkpoint.text, [*tokenizer.encode(head), mask_id])
         expected = scores(checkpoint, "fill_mask", ids, types)[len(ids) - 2].topk(3)
         (place,) = response.places
         assert place.position == len(ids) - 2, tail

@@ -80,12 +80,14 @@ def read_documents(folder: Path, file: TextFile) -> list[list[str]]:
 
 
 def read_labelled(folder: Path, file: TextFile) -> list[Labelled]:
-    """Return texts and labels of a tsv or snips file. Raises RecipeError naming the file."""
+    """Return texts and labels of a tsv, snips or json file. Raises RecipeError naming the file."""
     if file.format == "tsv":
         return [_split_label(line, file, number) for number, line in enumerate(_lines(folder, file), start=1)]
     if file.format == "snips":
         return _read_snips(folder, file)
-    raise RecipeError(f"{file.path}: format={file.format!r} has no labels of texts; it must be 'tsv' or 'snips'")
+    if file.format == "json":
+        return _read_pairs(folder, file)
+    raise RecipeError(f"{file.path}: format={file.format!r} has no labels of texts; it must be tsv, snips or json")
 
 
 def read_tagged(folder: Path, file: TextFile) -> list[Tagged]:
@@ -162,4 +164,14 @@ def _read_snips(folder: Path, file: TextFile) -> list[Labelled]:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise RecipeError(
             f"{file.path} must be JSON of the form {{intent: [{{data: [{{text}}]}}]}}: {error!r}"
+        ) from None
+
+
+def _read_pairs(folder: Path, file: TextFile) -> list[Labelled]:
+    try:
+        pairs: list[list[str]] = json.loads(_text(folder, file))[file.key]
+        return [Labelled(text=text.strip(), label=label.strip()) for text, label in pairs]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RecipeError(
+            f"{file.path} must be a JSON object whose {file.key!r} has a list of [text, label]: {error!r}"
         ) from None

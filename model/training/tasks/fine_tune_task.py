@@ -18,6 +18,7 @@ from antiphon.model.head_config import HeadConfig
 from antiphon.model.ops.attention import Backend
 from antiphon.model.text.template import fill, num_before
 from antiphon.model.training.data.encoder_data import EncoderBatch, EncoderExample, collate
+from antiphon.model.training.data.few_examples import few_examples
 from antiphon.model.training.data.text_files import (
     Labelled,
     Part,
@@ -82,10 +83,13 @@ class FineTuneTask:
         }
         self.labels = self._labels()
         self.config = self._config()
+        if recipe.data.max_train_examples is not None:
+            count, seed = recipe.data.max_train_examples, recipe.train.seed
+            self.items["train"] = few_examples(self.items["train"], count, seed)
         self.examples = {part: [self._encode(item) for item in items] for part, items in self.items.items()}
 
     def _labels(self) -> tuple[str, ...]:
-        """Return the sorted labels of the training part, O first. Raises RecipeError if another part has more."""
+        """Return the sorted labels of the whole training part, O first. Raises RecipeError if another part has more."""
         labels = {part: {label for item in items for label in _labels_of(item)} for part, items in self.items.items()}
         for part, found in labels.items():
             if unknown := sorted(found - labels["train"]):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -12,20 +12,23 @@ from antiphon.model.checkpoints.checkpoint import CheckpointError
 from antiphon.model.config import ModelConfig
 from antiphon.model.head_config import HeadConfig, Task
 from antiphon.model.ops.attention import Backend
+from antiphon.model.text import word_piece
 from antiphon.model.text.template import fill
 from antiphon.model.text.tokenizer import MASK_TOKEN, Tokenizer, encoder_format
 from antiphon.model.training.data.encoder_data import EncoderBatch, EncoderExample, collate
 from antiphon.model.training.data.masking import Masking
-from antiphon.model.training.data.sentence_pairs import Document, sentence_pairs
+from antiphon.model.training.data.pretrain_examples import PretrainExamples
+from antiphon.model.training.data.sentence_pairs import SentencePair, sentence_pairs
 from antiphon.model.training.data.text_files import Part, is_held_out, read_documents, read_texts
+from antiphon.model.training.data.token_documents import TokenDocuments
 from antiphon.model.training.data.translation_data import plan_lengths
 from antiphon.model.training.recipe import PretrainRecipe, RecipeError
 from antiphon.model.training.tasks.encoder_loss import EncoderLoss, label_accuracy
 from antiphon.model.training.tasks.training_task import RunFolders, provenance_of, run_tokenizer, start_model
 from antiphon.model.transformer.transformer import Transformer
 
-VALID_PER_MILLE = 10
-IS_NEXT, NOT_NEXT = 0, 1
+# Texts and documents of 1,000 that are held out for validation, and as many again for the final scores.
+HELD_OUT_PER_MILLE = 10
 
 
 def pretraining_heads(width: int, *, pairs: bool) -> list[HeadConfig]:
@@ -41,7 +44,7 @@ def pretraining_heads(width: int, *, pairs: bool) -> list[HeadConfig]:
 class MaskedBatches:
     """Planned batches of one epoch; the seed and the batch's index decide which tokens are masked."""
 
-    examples: Sequence[EncoderExample]
+    examples: PretrainExamples
     plan: list[list[int]]
     seed: int
     masking: Masking
@@ -68,17 +71,20 @@ class PretrainTask:
         data = recipe.data
         texts = list(dict.fromkeys(text for file in data.sentences for text in read_texts(folders.data, file)))
         documents = [document for file in data.ordered for document in read_documents(folders.data, file)]
-        self.tokenizer = run_tokenizer(folders, lambda: self._train_tokenizer(texts, documents))
-        self.text = encoder_format(self.tokenizer) if folders.init is None else folders.init.text
+        new_format = word_piece.FORMAT if recipe.tokenizer == "word_piece" else None
+        self.tokenizer = run_tokenizer(folders, lambda: self._train_tokenizer(texts, documents), new_format)
+        self.text = new_format or encoder_format(self.tokenizer) if folders.init is None else folders.init.text
         self.config = self._config()
         self.tasks = tuple(head.task for head in self.config.heads)
         self.num_losses = len(self.tasks)
-        self.sentences = self._encode(texts)
+        self.texts = self._encode(texts)
         self.documents = self._split_documents(documents)
         self.masking = self._masking()
 
     def _train_tokenizer(self, texts: Sequence[str], documents: Sequence[Sequence[str]]) -> Tokenizer:
         all_texts = [*texts, *(sentence for document in documents for sentence in document)]
+        if self.recipe.tokenizer == "word_piece":
+            return Tokenizer.train_word_piece(all_texts, self.recipe.vocab_size)
         return Tokenizer.train(all_texts, self.recipe.vocab_size, extra_special=[MASK_TOKEN])
 
     def _config(self) -> ModelConfig:
@@ -104,36 +110,33 @@ class PretrainTask:
         )
 
     def _encode(self, texts: Sequence[str]) -> dict[Part, list[EncoderExample]]:
-        """Return the examples of single texts, truncated to the model's length, for training and validation."""
+        """Return the examples of single texts, truncated to the model's length, for each part."""
         limit = self.config.max_source_len - len(self.text.template) + 1
-        parts: dict[Part, list[EncoderExample]] = {"train": [], "valid": []}
+        parts: dict[Part, list[EncoderExample]] = {"train": [], "valid": [], "test": []}
         for text, ids in zip(texts, self.tokenizer.encode_batch(texts), strict=True):
             if ids:
                 filled, type_ids = fill(self.text, ids[:limit])
-                example = EncoderExample(ids=filled, type_ids=type_ids, labels={})
-                parts["valid" if is_held_out(text, VALID_PER_MILLE) else "train"].append(example)
+                parts[_part_of(text)].append(EncoderExample(ids=filled, type_ids=type_ids, labels={}))
         return parts
 
-    def _split_documents(self, documents: Sequence[Sequence[str]]) -> dict[Part, list[Document]]:
+    def _split_documents(self, documents: Iterable[Sequence[str]]) -> dict[Part, TokenDocuments]:
         """Return the documents as tokens; each document belongs to one part as a whole. Raises RecipeError."""
-        parts: dict[Part, list[Document]] = {"train": [], "valid": []}
+        parts: dict[Part, TokenDocuments] = {part: TokenDocuments() for part in ("train", "valid", "test")}
         for document in documents:
-            part: Part = "valid" if is_held_out(" ".join(document), VALID_PER_MILLE) else "train"
-            parts[part].append([ids for ids in self.tokenizer.encode_batch(document) if ids])
-        if documents and min(len(found) for found in parts.values()) < 2:
-            raise RecipeError(f"data.ordered has {len(documents)} documents: too few for training and validation parts")
+            parts[_part_of(" ".join(document))].append(self.tokenizer.encode_batch(document))
+        counts = {part: len(found) for part, found in parts.items()}
+        if sum(counts.values()) and min(counts.values()) < 2:
+            raise RecipeError(
+                f"data.ordered has {sum(counts.values())} documents: too few, each part needs at least two; "
+                f"training {counts['train']}, validation {counts['valid']}, test {counts['test']}"
+            )
         return parts
 
-    def _pairs(self, part: Part, seed: int) -> list[EncoderExample]:
-        if not self.documents[part] or "next_sentence" not in self.tasks or self.text.pair_template is None:
+    def _pairs(self, part: Part, seed: int) -> list[SentencePair]:
+        documents = self.documents[part]
+        if not len(documents) or "next_sentence" not in self.tasks or self.text.pair_template is None:
             return []
-        limit = self.config.max_source_len - len(self.text.pair_template) + 2
-        examples = []
-        for pair in sentence_pairs(self.documents[part], limit, seed):
-            ids, type_ids = fill(self.text, pair.first, pair.second)
-            label = IS_NEXT if pair.is_next else NOT_NEXT
-            examples.append(EncoderExample(ids=ids, type_ids=type_ids, labels={"next_sentence": label}))
-        return examples
+        return sentence_pairs(documents, self.config.max_source_len - len(self.text.pair_template) + 2, seed)
 
     @property
     def provenance(self) -> Provenance:
@@ -149,12 +152,17 @@ class PretrainTask:
         return EncoderLoss(model)
 
     def batches(self, part: Part, seed: int) -> MaskedBatches:
-        """Return the batches of one epoch, see TrainingTask; there is no test part."""
-        examples = [*self.sentences[part], *self._pairs(part, seed)]
+        """Return the batches of one epoch, see TrainingTask."""
+        examples = PretrainExamples(
+            texts=self.texts[part],
+            pairs=self._pairs(part, seed),
+            documents=self.documents[part],
+            text=self.text,
+        )
         batch_tokens = self.recipe.train.batch_tokens
         return MaskedBatches(
             examples=examples,
-            plan=plan_lengths([(len(e.ids), 0) for e in examples], batch_tokens, seed),
+            plan=plan_lengths([(length, 0) for length in examples.lengths], batch_tokens, seed),
             seed=seed,
             masking=self.masking,
             tasks=self.tasks,
@@ -163,8 +171,12 @@ class PretrainTask:
         )
 
     def scores(self, model: Transformer, part: Part) -> dict[str, float]:
-        """Return the accuracy of each head on the validation part."""
-        if part != "valid":
-            return {}
+        """Return the accuracy of each head: `fill_mask_accuracy`, and with documents `next_sentence_accuracy`."""
         batches = self.batches(part, 0)
         return label_accuracy(model, (batches[index] for index in range(len(batches))))
+
+
+def _part_of(text: str) -> Part:
+    if is_held_out(text, HELD_OUT_PER_MILLE):
+        return "valid"
+    return "test" if is_held_out(text, 2 * HELD_OUT_PER_MILLE) else "train"

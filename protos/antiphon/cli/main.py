@@ -168,6 +168,16 @@ the page is for this machine only and loads nothing from elsewhere; Ctrl-C ends 
 
 after an interruption, the same command resumes from the last checkpoint; export needs the final averaged checkpoint""",
     ),
+    "corpus": Subcommand(
+        module="antiphon.model.training.corpora.command",
+        extra="train",
+        summary="make a text corpus for pre-training",
+        examples="""\
+  antiphon corpus debian-docs --output DATA           prose of Debian's documentation packages; needs apt-get and dpkg
+  antiphon corpus debian-docs --output DATA --debs DEBS       packages that are in DEBS are not downloaded
+
+writes DATA/debian-docs/documents.txt.gz and a table of packages and licences; the same packages give the same bytes""",
+    ),
     "lab": Subcommand(
         module="antiphon.model.lab.command",
         extra="server,train",

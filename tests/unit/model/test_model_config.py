@@ -2,6 +2,7 @@ from typing import get_args
 
 import pytest
 import torch
+import transformers
 from pydantic import ValidationError
 
 from antiphon.model.config import Activation, ModelConfig, preset
@@ -16,6 +17,26 @@ def test_preset_has_the_size_given_in_the_paper(name: str, millions: int) -> Non
     with torch.device("meta"):
         parameters = Transformer(preset(name)).num_parameters
     assert parameters / 1e6 == pytest.approx(millions, rel=0.04)
+
+
+@pytest.mark.parametrize(
+    ("name", "published", "fields"),
+    [
+        ("bert-base", 109_482_240, dict(hidden_size=768, num_hidden_layers=12, num_attention_heads=12)),
+        ("bert-large", 335_141_888, dict(hidden_size=1024, num_hidden_layers=24, num_attention_heads=16)),
+    ],
+)
+def test_preset_of_bert_has_the_published_number_of_parameters(
+    name: str, published: int, fields: dict[str, int]
+) -> None:
+    """Counted: all embeddings and their norm, the layers and the pooler, as in BertModel; no head for pre-training."""
+    with torch.device("meta"):
+        ours = Transformer(preset(name))
+        theirs = transformers.BertModel(
+            transformers.BertConfig(**fields, intermediate_size=4 * fields["hidden_size"])  # type: ignore[arg-type]
+        )
+    assert ours.num_parameters == published == theirs.num_parameters()
+    assert {head.task for head in preset(name).heads} == {"pool"}
 
 
 def test_every_activation_of_a_configuration_has_a_function() -> None:

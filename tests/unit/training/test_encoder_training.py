@@ -11,12 +11,13 @@ from torch.nn import functional
 
 from antiphon.cli.main import main
 from antiphon.model.checkpoints.checkpoint import load_checkpoint, read_tensors
+from antiphon.model.config import preset
 from antiphon.model.head_config import FIRST_TOKEN_TASKS
 from antiphon.model.text.template import fill
-from antiphon.model.training.data.text_files import Tagged
+from antiphon.model.training.data.text_files import Part, Tagged
 from antiphon.model.training.data.translation_data import IGNORED_LABEL
 from antiphon.model.training.data.word_tags import first_tags, token_tags, words_of_tokens
-from antiphon.model.training.recipe import RecipeError, load_any_recipe
+from antiphon.model.training.recipe import PretrainRecipe, RecipeError, load_any_recipe
 from antiphon.model.training.tasks.encoder_loss import EncoderLoss, label_accuracy
 from antiphon.model.training.tasks.pretrain_task import PretrainTask
 from antiphon.model.training.tasks.span_f1 import span_score
@@ -44,7 +45,7 @@ def test_pretraining_learns_masked_tokens(base: Path) -> None:
     batches = task.batches("train", 1234)
     scores = label_accuracy(checkpoint.model, (batches[index] for index in range(len(batches))))
     assert scores["fill_mask_accuracy"] > 0.3
-    losses = [json.loads(line)["train_loss"] for line in (base.parent / "metrics.jsonl").read_text().splitlines()]
+    losses = [json.loads(line)["valid_loss"] for line in (base.parent / "metrics.jsonl").read_text().splitlines()]
     assert losses[-1] < losses[0]
     assert checkpoint.text.mask_id == checkpoint.tokenizer.mask_id
     assert [head.task for head in checkpoint.config.heads] == ["fill_mask", "next_sentence"]
@@ -229,6 +230,28 @@ def test_recipe_with_a_wrong_field_names_it(tmp_path: Path, name: str, old: str,
     assert old in text
     with pytest.raises(RecipeError, match=message):
         load_any_recipe(write_toml(tmp_path, text.replace(old, new, 1)))
+
+
+def test_recipe_of_bert_differs_from_bert_base_only_in_size() -> None:
+    recipe = load_any_recipe("bert-small")
+    assert isinstance(recipe, PretrainRecipe)
+    ours, published = (config.model_dump() for config in (recipe.model_config_for(16000), preset("bert-base")))
+    sizes = {"vocab_size", "d_model", "encoder_layers", "num_heads", "d_ff", "max_source_len"}
+    ids_and_heads = {"pad_id", "bos_id", "eos_id", "unk_id", "heads"}
+    assert {name for name in ours if ours[name] != published[name]} <= sizes | ids_and_heads
+    assert (recipe.masking.rate, recipe.masking.masked, recipe.masking.random) == (0.15, 0.8, 0.1)
+
+
+def test_scores_at_the_end_are_those_of_documents_held_out_twice(base: Path) -> None:
+    """Neither training nor validation has a document of the test part."""
+    folder = base.parents[1]
+    task = PretrainTask(pretrain_recipe(folder), RunFolders(data=folder, run=base.parent, group=GROUP))
+    checkpoint = load_checkpoint(base)
+    assert json.loads((base / "scores.json").read_text()) == task.scores(checkpoint.model, "test")
+    parts: tuple[Part, ...] = ("train", "valid", "test")
+    texts = [{tuple(example.ids) for example in task.texts[part]} for part in parts]
+    assert sum(map(len, texts)) == len(texts[0] | texts[1] | texts[2])
+    assert all(len(task.documents[part]) >= 2 for part in parts)
 
 
 def test_labels_missing_in_the_training_data_are_named(base: Path, tmp_path: Path) -> None:

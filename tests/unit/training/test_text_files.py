@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from antiphon.model.training.data.text_files import (
     Labelled,
@@ -46,6 +47,19 @@ def test_snips_texts_are_joined_from_their_chunks(tmp_path: Path) -> None:
         read_labelled(tmp_path, as_utf8)
 
 
+def test_json_is_a_list_of_text_and_label_below_a_key(tmp_path: Path) -> None:
+    content = json.dumps({"train": [["so good ", "praise"]], "val": [["so bad", "blame"]]}).encode()
+    file = written(tmp_path, "a.json", content, format="json", key="val")
+    assert read_labelled(tmp_path, file) == [Labelled(text="so bad", label="blame")]
+    assert read_texts(tmp_path, file.model_copy(update={"key": "train"})) == ["so good"]
+
+
+def test_key_belongs_to_json_files_only() -> None:
+    for settings in (dict(format="json"), dict(format="tsv", key="train")):
+        with pytest.raises(ValidationError, match="does not fit format="):
+            TextFile.model_validate(dict(path="a", sha256="0" * 64, **settings))
+
+
 def test_tsv_is_text_and_label(tmp_path: Path) -> None:
     file = written(tmp_path, "a.tsv", b"so good\t1\nso bad\t0\n", format="tsv")
     assert read_labelled(tmp_path, file) == [Labelled(text="so good", label="1"), Labelled(text="so bad", label="0")]
@@ -68,6 +82,8 @@ def test_conll_sentences_end_at_blank_lines_even_with_a_tab(tmp_path: Path) -> N
         (b"y\tB-\n", dict(format="conll"), r"a: line 1 must be word"),
         (b'{"intent": [{"texts": 1}]}', dict(format="snips"), r"a must be JSON of the form"),
         (b"[1]", dict(format="snips"), r"a must be JSON"),
+        (b'{"val": []}', dict(format="json", key="train"), r"a must be a JSON object whose 'train' has"),
+        (b'{"train": [["x"]]}', dict(format="json", key="train"), r"a list of \[text, label\]"),
         (b"x\n", dict(format="lines"), r"a: format='lines' has no labels"),
     ],
 )
