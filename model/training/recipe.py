@@ -66,6 +66,7 @@ class TrainConfig(Strict):
     """Settings of the optimisation, as in section 5 of Vaswani et al. 2017 unless a field names another paper.
 
     batch_tokens: maximum number of target tokens in a batch, padding included.
+    optimizer: "adamw" (Loshchilov and Hutter 2019), or "muon" for the matrices of the layers, see optimizer.py.
     peak_lr: learning rate at the end of warm-up; None: the paper's d_model^-0.5 * warmup_steps^-0.5.
     min_steps: number of steps that max_epochs does not shorten, for a few examples.
     schedule: learning rate after warm-up: the paper's inverse square root, or linear to zero (Devlin et al. 2019).
@@ -75,6 +76,7 @@ class TrainConfig(Strict):
     """
 
     batch_tokens: int = Field(default=4096, ge=64)
+    optimizer: Literal["adamw", "muon"] = "adamw"
     max_steps: int = Field(default=100_000, ge=1)
     max_epochs: int = Field(default=1000, ge=1)
     min_steps: int = Field(default=0, ge=0)

@@ -41,6 +41,7 @@ from antiphon.model.ops.attention import Backend
 from antiphon.model.text.tokenizer import TokenizerError
 from antiphon.model.training.attention_entropy import recorded_entropies
 from antiphon.model.training.group import Group
+from antiphon.model.training.optimizer import Optimizer
 from antiphon.model.training.recipe import (
     AnyRecipe,
     FineTuneRecipe,
@@ -99,16 +100,6 @@ def open_task(recipe: AnyRecipe, folders: RunFolders) -> TrainingTask[Any]:
     return FineTuneTask(recipe, folders)
 
 
-def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
-    """Return AdamW for all trainable parameters; weight decay applies to matrices, not to biases and norms."""
-    learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in learning if p.dim() > 1], "weight_decay": config.weight_decay},
-        {"params": [p for p in learning if p.dim() <= 1], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, betas=(0.9, config.adam_beta2), eps=config.adam_epsilon, fused=True)
-
-
 class TrainingDiverged(Exception):
     """The loss is infinite or not a number; the message names the step."""
 
@@ -154,7 +145,7 @@ class Trainer:
             # Buffers are constants. Synchronising them in every forward pass would be a collective operation, in which
             # processes with fewer validation batches would not take part.
             self.batch_loss = DistributedDataParallel(self.batch_loss, forward_sync_buffers=False)
-        self.optimizer = make_optimizer(self.model, self.config)
+        self.optimizer = Optimizer(self.model, self.config)
 
     def _config(self) -> TrainConfig:
         """Return the recipe's settings with max_steps limited by max_epochs, but not below min_steps.
@@ -181,28 +172,18 @@ class Trainer:
             return
         newest = found[-1]
         load_weights(self.model, newest / "model.safetensors")
-        saved = read_tensors(newest / "optimizer.safetensors")
-        state = self.optimizer.state_dict()
-        state["state"] = {
-            index: {part: saved[f"{index}.{part}"] for part in ("step", "exp_avg", "exp_avg_sq")}
-            for settings in state["param_groups"]
-            for index in settings["params"]
-            if f"{index}.step" in saved  # parameters that never had a gradient have no state
-        }
-        self.optimizer.load_state_dict(state)
+        self.optimizer.load(read_tensors(newest / "optimizer.safetensors"))
         self.progress = Progress(**json.loads((newest / "state.json").read_text()))
 
     def save(self) -> None:
         """Write a checkpoint with optimiser state; older ones keep only weights, and only average_last remain."""
         if self.group.rank:
             return
-        state = self.optimizer.state_dict()["state"]
-        optimizer = {f"{index}.{part}": value for index, parts in state.items() for part, value in parts.items()}
         older = self.checkpoints()
         self._write(
             self.folder / "checkpoints" / f"step-{self.progress.step:07d}",
             weights_of(self.model),
-            extra={"optimizer": optimizer},
+            extra={"optimizer": self.optimizer.state()},
             state=asdict(self.progress),
         )
         for path in older:
@@ -247,15 +228,12 @@ class Trainer:
         step = self.progress.step + 1
         # The seed of dropout depends on the step, so that a resumed run has the same dropout as an uninterrupted one.
         torch.manual_seed(hash((self.config.seed, step, self.group.rank)))
-        for settings in self.optimizer.param_groups:
-            settings["lr"] = learning_rate(step, self.config, self.model_config.d_model)
         sums, counts = self.loss(batch)
         totals = self.group.sum(torch.stack([sums.detach().double(), counts]))
         # DistributedDataParallel averages over processes, but the update needs the mean over labels.
         (sums * (self.group.size / totals[1].clamp(min=1))).sum().backward()  # type: ignore[no-untyped-call]
         self._gradient_norms.append(nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_norm))
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.step(learning_rate(step, self.config, self.model_config.d_model))
         self.progress.step = step
         loss = float((totals[0] / totals[1].clamp(min=1)).sum())
         if not math.isfinite(loss):

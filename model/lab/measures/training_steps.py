@@ -21,10 +21,12 @@ from antiphon.model.lab.recurrent.sequence_recipes import LSTM, TRANSFORMER
 from antiphon.model.lab.times import median_seconds
 from antiphon.model.ops.attention import Backend
 from antiphon.model.training.data.translation_data import Batch
+from antiphon.model.training.optimizer import Optimizer
 from antiphon.model.training.recipe import TrainConfig
 from antiphon.model.training.tasks.translation_task import BatchLoss
-from antiphon.model.training.train import make_optimizer
 from antiphon.model.transformer.transformer import Transformer
+
+_LEARNING_RATE = 1e-3
 
 
 class WeightUpdate:
@@ -33,13 +35,12 @@ class WeightUpdate:
     def __init__(self, loss: nn.Module, batch: Batch) -> None:
         self.loss = loss
         self.batch = batch
-        self.optimizer = make_optimizer(loss, TrainConfig())
+        self.optimizer = Optimizer(loss, TrainConfig())
 
     def run(self) -> None:
         """Update the weights once."""
         self.loss(self.batch, 0.0).sum().backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.step(_LEARNING_RATE)
 
 
 def transformer_loss(backend: Backend, length: int) -> BatchLoss:

@@ -19,9 +19,9 @@ from antiphon.model.lab.memory.terms import Case
 from antiphon.model.lab.times import median_seconds
 from antiphon.model.ops.workspace import Workspace
 from antiphon.model.training.data.translation_data import Batch
+from antiphon.model.training.optimizer import Optimizer
 from antiphon.model.training.recipe import TrainConfig
 from antiphon.model.training.tasks.translation_task import BatchLoss
-from antiphon.model.training.train import make_optimizer
 from antiphon.model.transformer.transformer import Transformer
 
 
@@ -47,6 +47,9 @@ def allocated_peak(run: Callable[[], object]) -> int:
     return peak
 
 
+_LEARNING_RATE = 1e-3
+
+
 class TrainingStep:
     """Training step of train.py with random weights and random texts that fill the batch."""
 
@@ -55,7 +58,7 @@ class TrainingStep:
         self.model = Transformer(case.config, attention_backend=case.backend).train()
         self.model.checkpoint_layers(case.checkpointing)
         self.loss = BatchLoss(self.model)
-        self.optimizer = make_optimizer(self.model, TrainConfig())
+        self.optimizer = Optimizer(self.model, TrainConfig())
         ids = torch.randint(0, case.config.vocab_size, (3, case.batch, case.length))
         self.batch = Batch(source=ids[0], source_lens=_lens(case), inputs=ids[1], labels=ids[2])
 
@@ -65,15 +68,13 @@ class TrainingStep:
             loss = self.loss(self.batch, 0.1)
         (loss / self.case.tokens).sum().backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.step(_LEARNING_RATE)
 
     def peak_bytes(self) -> int:
         """Return the peak of one step, with weights, moments and tables."""
         for parameter in self.model.parameters():  # an update by nothing makes the moments
             parameter.grad = torch.zeros_like(parameter)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.step(_LEARNING_RATE)
         return allocated_peak(self.run) + _held(self.model) + 2 * _size(self.model.parameters())
 
     def seconds(self, steps: int) -> float:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from antiphon.model.config import ModelConfig
 from antiphon.model.lab.memory.terms import FLOAT, Case, Sublayer, Term, total
 
-LOSS_ROWS = 512  # ROWS of tasks/loss.py, which imports torch; a test compares the two
+LOSS_ROWS = 256  # ROWS of tasks/loss.py, which imports torch; a test compares the two
 
 
 def _stream(case: Case) -> int:
@@ -34,9 +34,9 @@ def _input(case: Case) -> Term:
 
 def _tail(case: Case) -> tuple[Term, ...]:
     """Return what dropout, residual sum and norm save after a sublayer."""
-    noise = case.element * case.config.d_model * case.tokens if case.config.dropout else 0
+    noise = case.config.d_model * case.tokens if case.config.dropout else 0
     return (
-        Term(name="noise of dropout", formula="e M n", num_bytes=noise),
+        Term(name="noise of dropout", formula="M n", num_bytes=noise),
         Term(name="inputs of norms", formula="4 M n + 8 n", num_bytes=_stream(case) + 8 * case.tokens),
     )
 
@@ -122,7 +122,8 @@ def embedding(case: Case, *, rows: int, owns_gradient: bool) -> Sublayer:
     owns_gradient: False where the table is tied to another one, whose gradient this one is added to.
     """
     stream, table = _stream(case), FLOAT * rows * case.config.d_model
-    noise = Term(name="noise of dropout", formula="4 M n", num_bytes=stream if case.config.dropout else 0)
+    dropped = case.config.d_model * case.tokens if case.config.dropout else 0
+    noise = Term(name="noise of dropout", formula="M n", num_bytes=dropped)
     learned = FLOAT * case.config.max_source_len * case.config.d_model * (case.config.positions == "learned")
     return Sublayer(
         kept=(noise,),
@@ -184,7 +185,7 @@ def loss(case: Case, padding: int) -> Sublayer:
         Term(name="loss: gradient of logits", formula="e V n", num_bytes=element * rows * config.vocab_size),
         _narrow(case, table),
     )
-    chunk_bytes = 10 if case.bf16 and rows > LOSS_ROWS else 8
+    chunk_bytes = 6 if case.bf16 else 4  # float32 logits, and in bf16 the product that they are made of
     copies = 6 if case.bf16 else 8
     return Sublayer(
         kept=kept,

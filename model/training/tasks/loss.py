@@ -32,10 +32,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
         for start in range(0, hidden.shape[0], ROWS):
             rows = slice(start, start + ROWS)
-            logits = (hidden[rows] @ narrow.T).float()
-            if bias is not None:
-                logits += bias
-            loss, gradient[rows] = _chunk_loss(logits, labels[rows], smoothing)
+            # No name holds the logits, so that those of two chunks never take memory at the same time.
+            loss, gradient[rows] = _chunk_loss(_logits(hidden[rows], narrow, bias), labels[rows], smoothing)
             total += loss
         ctx.save_for_backward(hidden, narrow, gradient)
         ctx.weight_dtype = weight.dtype
@@ -48,6 +46,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         of_bias = gradient.sum(dim=0, dtype=ctx.weight_dtype) * upstream[0] if ctx.needs_input_grad[2] else None
         of_weight = (gradient.T @ (hidden * scale)).to(ctx.weight_dtype)
         return gradient @ (weight * scale), of_weight, of_bias, None, None
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    logits = (hidden @ weight.T).float()
+    if bias is not None:
+        logits += bias
+    return logits
 
 
 def _chunk_loss(logits: Tensor, labels: Tensor, smoothing: float) -> tuple[Tensor, Tensor]:

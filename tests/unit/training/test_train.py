@@ -98,9 +98,12 @@ class Killed(Exception):
     """Simulation of SIGKILL: training stops between two statements without any clean-up."""
 
 
-def test_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_resumed_run_equals_an_uninterrupted_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: str
+) -> None:
     """A run killed at step 27 resumes from step 20 and ends with bit-identical weights, also with dropout."""
-    whole = train(tmp_path, "whole")
+    whole = train(tmp_path, "whole", optimizer=optimizer)
     step = Trainer.train_step
 
     def killed_at_27(trainer: Trainer, batch: object) -> float:
@@ -110,12 +113,12 @@ def test_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(Trainer, "train_step", killed_at_27)
     with pytest.raises(Killed):
-        train(tmp_path, "killed")
+        train(tmp_path, "killed", optimizer=optimizer)
     monkeypatch.undo()
-    resumed = make_trainer(tmp_path, "killed")
+    resumed = make_trainer(tmp_path, "killed", optimizer=optimizer)
     resumed.resume()
     assert resumed.progress.step == 20
-    again = train(tmp_path, "killed")
+    again = train(tmp_path, "killed", optimizer=optimizer)
     expected, found = (read_tensors(path / "model.safetensors") for path in (whole, again))
     assert expected.keys() == found.keys()
     for name in expected:
