@@ -49,7 +49,7 @@ def _page(experiment: Experiment, results: Results, claims: Sequence[Claim], com
         "",
         *table(experiment, results),
         "",
-        f"Mean and standard deviation over {len(first)} seeds.",
+        f"Mean and standard deviation over {len(first)} seed{'s' if len(first) != 1 else ''}.",
         "",
         *claim_table(claims),
         "",
