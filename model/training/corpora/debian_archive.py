@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from antiphon.model.training.corpora.package_list import CorpusError, Package
+from antiphon.model.training.corpora.package_list import CorpusError, DebianPackage
 
 
-def fetch(package: Package, folder: Path) -> Path:
+def fetch(package: DebianPackage, folder: Path) -> Path:
     """Return the package's .deb in `folder`, downloaded if it is not there.
 
     Raises CorpusError if apt-get is missing or does not find this version, or if the file has another SHA-256.
@@ -31,7 +31,7 @@ def fetch(package: Package, folder: Path) -> Path:
     return found
 
 
-def members(package: Package, path: Path) -> Iterator[tuple[str, bytes]]:
+def members(package: DebianPackage, path: Path) -> Iterator[tuple[str, bytes]]:
     """Yield path and contents of the package's files that match its patterns, sorted; gzip is decompressed.
 
     Raises CorpusError if the file is no Debian package, or if no file matches.
@@ -54,16 +54,16 @@ def members(package: Package, path: Path) -> Iterator[tuple[str, bytes]]:
         yield name, gzip.decompress(contents[name]) if name.endswith(".gz") else contents[name]
 
 
-def _matches(package: Package, name: str) -> bool:
+def _matches(package: DebianPackage, name: str) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in package.files)
 
 
-def _in(folder: Path, package: Package) -> Path | None:
+def _in(folder: Path, package: DebianPackage) -> Path | None:
     # apt-get writes the colon of an epoch as %3a.
     return next(iter(sorted(folder.glob(f"{package.name}_{package.version.replace(':', '%3a')}_*.deb"))), None)
 
 
-def _run(command: list[str], package: Package, cwd: Path) -> None:
+def _run(command: list[str], package: DebianPackage, cwd: Path) -> None:
     try:
         subprocess.run(command, cwd=cwd, check=True, capture_output=True, text=True)
     except FileNotFoundError:

@@ -8,10 +8,21 @@ examples. An item has synonyms between `;`. Notes in brackets and abbreviations 
 
 from __future__ import annotations
 
+import gzip
 import re
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
+from antiphon.model.training.corpora.debian_archive import fetch, members
+from antiphon.model.training.corpora.package_list import DebianPackage
 from antiphon.model.training.data.corpus import Pair
+
+PACKAGE = DebianPackage(
+    name="trans-de-en",
+    version="1.9-6",
+    sha256="45f6b4cf1c434776fba6811d7bc522efabb5425c43ba8afd0e289bf9e2e53df4",
+    files=("usr/share/trans/de-en",),
+)
 
 _NOTES = re.compile(r"\{[^}]*\}|\[[^\]]*\]|\([^)]*\)|(?:(?<=\s)|^)/[^/]{1,24}/")
 _ONE_OF_TWO_WORDS = re.compile(r"(\w+)/\w+")
@@ -22,6 +33,24 @@ _PLACEHOLDERS = {
 _UNCLEAR = re.compile(r"[<>{}\[\]()/|~=*_…+]|\.\.|\b(?:jdn|jdm|jds|sb|sth|etw)\b\.?")
 _MAX_WORDS = 60
 _SENTENCE_WORDS = 4
+
+
+def write_pairs(debs: Path, output: Path, package: DebianPackage = PACKAGE) -> list[Path]:
+    """Write sentences.en-de.tsv.gz and words.en-de.tsv.gz into `output`; return both.
+
+    A line is English<TAB>German. debs: folder of the .deb files; a missing one is downloaded. Raises CorpusError naming
+    the package.
+    """
+    ((_, content),) = members(package, fetch(package, debs))
+    pairs = ding_pairs(content.decode("utf-8").splitlines())
+    output.mkdir(parents=True, exist_ok=True)
+    written = []
+    for name, wanted in (("sentences", True), ("words", False)):
+        lines = "".join(f"{source}\t{target}\n" for source, target in pairs if is_sentence((source, target)) == wanted)
+        path = output / f"{name}.en-de.tsv.gz"
+        path.write_bytes(gzip.compress(lines.encode(), mtime=0))
+        written.append(path)
+    return written
 
 
 def ding_pairs(lines: Iterable[str]) -> list[Pair]:

@@ -1,4 +1,4 @@
-"""List of the Debian packages of a corpus, with versions, hashes and licences; it reads no package."""
+"""Debian packages by version and hash, and the list of those with English prose; it reads no package."""
 
 from __future__ import annotations
 
@@ -17,12 +17,10 @@ class CorpusError(Exception):
     """A corpus cannot be made; the message names the package or file."""
 
 
-class Package(BaseModel):
-    """One Debian package and its files with English prose.
+class DebianPackage(BaseModel):
+    """One Debian package and the files of it that are read.
 
     version, sha256: those of the .deb file.
-    licence: licence of the prose, from the package's debian/copyright.
-    reader: format of the files, see readers.py.
     files: patterns of the paths in the package, without "./"; "*" also matches "/".
     """
 
@@ -31,9 +29,18 @@ class Package(BaseModel):
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9+.-]+$")
     version: str = Field(pattern=r"^[0-9][A-Za-z0-9.+:~-]*$")
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+    files: tuple[str, ...] = Field(min_length=1)
+
+
+class Package(DebianPackage):
+    """One Debian package with English prose.
+
+    licence: licence of the prose, from the package's debian/copyright.
+    reader: format of the files, see readers.py.
+    """
+
     licence: str
     reader: ReaderName
-    files: tuple[str, ...] = Field(min_length=1)
 
 
 class _PackageList(BaseModel):

@@ -13,20 +13,17 @@ from __future__ import annotations
 import gzip
 import json
 import re
-import struct
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 
 from antiphon.model.training.corpora.markup import paragraphs_of
 from antiphon.model.training.corpora.package_list import ReaderName
+from antiphon.model.training.corpora.r_objects import character_vectors
 
 Document = list[str]
 
 _POD_OTHER = re.compile(r"[=\s]")
 _POD_CODE = re.compile(r"[A-Z](?:<<+ (.*?) >>+|<([^<>]*)>)", re.DOTALL)
 _CHAPTER = re.compile(r"(?:CHAPTER|Chapter|VOLUME)\b.{0,20}")
-_R_CHARACTER_VECTOR = 16
-_R_HEADER_BYTES = 23  # format "X\\n", three versions, length and name of the encoding UTF-8
 
 
 def _decoded(content: bytes) -> str:
@@ -77,26 +74,8 @@ def _strings(value: object) -> Iterator[str]:
 
 
 def _read_r_strings(content: bytes) -> list[Document]:
-    """Return a document for each chapter of each vector. Four bytes before each zlib stream have its full length."""
-    documents: list[Document] = []
-    while content:
-        stream = zlib.decompressobj()
-        documents += _chapters(_r_vector(stream.decompress(content[4:])))
-        content = stream.unused_data
-    return documents
-
-
-def _r_vector(serialised: bytes) -> list[str]:
-    """Return the strings of one serialised character vector."""
-    kind, count = struct.unpack_from(">II", serialised, _R_HEADER_BYTES)
-    if kind & 0xFF != _R_CHARACTER_VECTOR:
-        return []
-    strings, place = [], _R_HEADER_BYTES + 8
-    for _ in range(count):
-        (length,) = struct.unpack_from(">i", serialised, place + 4)
-        strings.append(serialised[place + 8 : place + 8 + max(0, length)].decode("utf-8"))
-        place += 8 + max(0, length)
-    return strings
+    """Return a document for each chapter of each vector."""
+    return [chapter for lines in character_vectors(content) for chapter in _chapters(lines)]
 
 
 def _chapters(lines: list[str]) -> list[Document]:

@@ -171,12 +171,14 @@ after an interruption, the same command resumes from the last checkpoint; export
     "corpus": Subcommand(
         module="antiphon.model.training.corpora.command",
         extra="train",
-        summary="make a text corpus for pre-training",
+        summary="make data files of recipes from packages of Debian",
         examples="""\
   antiphon corpus debian-docs --output DATA           prose of Debian's documentation packages; needs apt-get and dpkg
   antiphon corpus debian-docs --output DATA --debs DEBS       packages that are in DEBS are not downloaded
+  antiphon corpus ding --output DATA                  English-German sentences and words of a dictionary
+  antiphon corpus jane-austen --output DATA           six novels
 
-writes DATA/debian-docs/documents.txt.gz and a table of packages and licences; the same packages give the same bytes""",
+writes to DATA/CORPUS; packages are pinned by version and hash, and the same packages give the same bytes""",
     ),
     "lab": Subcommand(
         module="antiphon.model.lab.command",

@@ -5,9 +5,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
-import shutil
 import struct
-import subprocess
 import zlib
 from pathlib import Path
 
@@ -17,15 +15,14 @@ from hypothesis import strategies as st
 
 from antiphon.cli.main import main
 from antiphon.model.training.corpora import command
-from antiphon.model.training.corpora.command import Paragraphs, write_corpus
+from antiphon.model.training.corpora.debian_docs import Paragraphs, write_corpus
 from antiphon.model.training.corpora.markup import paragraphs_of
 from antiphon.model.training.corpora.package_list import CorpusError, Package, load_packages
 from antiphon.model.training.corpora.prose import is_prose, prose_of, split_sentences
 from antiphon.model.training.corpora.readers import READERS
 from antiphon.model.training.data.text_files import read_documents
 from antiphon.model.training.recipe_data import TextFile
-
-needs_dpkg = pytest.mark.skipif(shutil.which("dpkg-deb") is None, reason="dpkg-deb is not installed")
+from tests.debian_packages import build_package, needs_dpkg
 
 PAGE = """<!DOCTYPE html><html><head><title>Title</title><style>p { color: red }</style></head><body>
 <nav><p>Up to the menu of all the pages.</p></nav>
@@ -159,20 +156,8 @@ def test_list_with_a_wrong_field_names_it(tmp_path: Path, old: str, new: str) ->
 
 
 def deb(folder: Path, files: dict[str, bytes]) -> Package:
-    """Build toy-doc 1:2.0-1 with these files of prose, and return its description."""
-    tree = folder / "tree"
-    for name, content in {"DEBIAN/control": b"", **files}.items():
-        (tree / name).parent.mkdir(parents=True, exist_ok=True)
-        (tree / name).write_bytes(content)
-    described = (
-        "Package: toy-doc\nVersion: 1:2.0-1\nArchitecture: all\nMaintainer: Nobody <n@example.org>\nDescription: d\n"
-    )
-    (tree / "DEBIAN/control").write_text(described)
-    path = folder / "toy-doc_1%3a2.0-1_all.deb"
-    subprocess.run(["dpkg-deb", "--build", "--root-owner-group", tree, path], check=True, capture_output=True)
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    described_files = dict(reader="html", files=["usr/share/doc/toy/en/*.html", "*.html.gz"], licence="GPL-2+")
-    return Package.model_validate(dict(name="toy-doc", version="1:2.0-1", sha256=digest, **described_files))
+    described = dict(reader="html", files=["usr/share/doc/toy/en/*.html", "*.html.gz"], licence="GPL-2+")
+    return Package.model_validate({**build_package(folder, files), **described})
 
 
 def page(*paragraphs: str) -> bytes:

@@ -1,8 +1,13 @@
 """Pairs of lines in the format of the dictionary Ding."""
 
+import gzip
+from pathlib import Path
+
 import pytest
 
-from antiphon.model.training.corpora.ding import ding_pairs, is_sentence
+from antiphon.model.training.corpora.ding import PACKAGE, ding_pairs, is_sentence, write_pairs
+from antiphon.model.training.corpora.package_list import DebianPackage
+from tests.debian_packages import build_package, needs_dpkg
 
 
 @pytest.mark.parametrize(
@@ -38,3 +43,15 @@ def test_pairs_of_a_line(line: str, pairs: list[tuple[str, str]]) -> None:
 def test_sentences_have_four_words_on_each_side() -> None:
     assert is_sentence(("My car won’t start.", "Mein Auto springt nicht an"))
     assert not is_sentence(("five-masted ships that sail", "Fünfmastschiffe"))
+
+
+@needs_dpkg
+def test_sentences_and_words_are_two_files_of_english_and_german(tmp_path: Path) -> None:
+    (name,) = PACKAGE.files
+    dictionary = "# Version :: 1.9\nAuto {n} | Mein Auto springt nicht an. :: car | My car won’t start.\n"
+    described = {**build_package(tmp_path, {name: dictionary.encode()}), "files": [name]}
+    written = write_pairs(tmp_path, tmp_path / "data", DebianPackage.model_validate(described))
+    assert {path.name: gzip.decompress(path.read_bytes()).decode() for path in written} == {
+        "sentences.en-de.tsv.gz": "My car won’t start.\tMein Auto springt nicht an.\n",
+        "words.en-de.tsv.gz": "car\tAuto\n",
+    }

@@ -1,18 +1,14 @@
-"""Novels of a package that is made here: an ar archive with data.tar.xz, in which R's objects are."""
+"""Novels of a package that is made here, in which R's objects are."""
 
-import hashlib
-import io
-import lzma
 import struct
-import tarfile
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
-import pytest
-
 from antiphon.model.training.corpora import jane_austen
+from antiphon.model.training.corpora.package_list import DebianPackage
 from antiphon.model.training.recipe import LanguageModelRecipe, load_any_recipe
+from tests.debian_packages import build_package, needs_dpkg
 
 NOVELS = {
     "EMMA": ["EMMA", "", "", "CHAPTER I", "", "Emma Woodhouse, handsome,", "clever, and rich", " ", "Née—"],
@@ -32,53 +28,18 @@ def r_strings(lines: Sequence[str]) -> bytes:
     return content
 
 
-def write_package(path: Path) -> Path:
+@needs_dpkg
+def test_novels_are_written_with_a_paragraph_a_line(tmp_path: Path) -> None:
     vectors = [r_strings(lines) for lines in NOVELS.values()]
-    held = b"".join(struct.pack(">i", len(vector)) + zlib.compress(vector) for vector in vectors)
-    tar = io.BytesIO()
-    with tarfile.open(fileobj=tar, mode="w") as archive:
-        member = tarfile.TarInfo("./usr/lib/R/site-library/janeaustenr/data/Rdata.rdb")
-        member.size = len(held)
-        archive.addfile(member, io.BytesIO(held))
-    content = b"!<arch>\n"
-    for name, part in (
-        ("debian-binary", b"2.0"),
-        ("control.tar.xz", b"-"),
-        ("data.tar.xz", lzma.compress(tar.getvalue())),
-    ):
-        header = f"{name:<16}{0:<12}{0:<6}{0:<6}{100644:<8}{len(part):<10}".encode() + b"\x60\n"
-        content += header + part + b"\n" * (len(part) % 2)
-    path.write_bytes(content)
-    return path
-
-
-def test_novels_are_written_with_a_paragraph_a_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    package = write_package(tmp_path / "package.deb")
-    monkeypatch.setattr(jane_austen, "PACKAGE_SHA256", hashlib.sha256(package.read_bytes()).hexdigest())
-    assert jane_austen.main([str(package), str(tmp_path / "data")]) == 0
-    written = {path.name: path.read_bytes().decode() for path in (tmp_path / "data/jane-austen").iterdir()}
-    assert written == TEXTS
-    assert len(capsys.readouterr().out.splitlines()) == 2
-
-
-def test_another_version_of_the_package_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    package = write_package(tmp_path / "package.deb")
-    assert jane_austen.main([str(package), str(tmp_path / "data")]) == 2
-    assert f"{package} has sha256" in capsys.readouterr().err
-    assert not (tmp_path / "data").exists()
-
-
-@pytest.mark.parametrize("arguments", [[], ["/nowhere/a.deb", "data"]])
-def test_wrong_argument_ends_with_exit_code_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert jane_austen.main(arguments) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert ("usage" if not arguments else "/nowhere/a.deb") in line
+    database = b"".join(struct.pack(">i", len(vector)) + zlib.compress(vector) for vector in vectors)
+    (name,) = jane_austen.PACKAGE.files
+    package = DebianPackage.model_validate({**build_package(tmp_path, {name: database}), "files": [name]})
+    written = jane_austen.write_novels(tmp_path, tmp_path / "data", package)
+    assert {path.name: path.read_bytes().decode() for path in written} == TEXTS
 
 
 def test_recipe_names_the_files_of_all_novels() -> None:
     recipe = load_any_recipe("austen-gpt")
     assert isinstance(recipe, LanguageModelRecipe)
     assert len({file.path for file in recipe.data.text}) == 6
-    assert all(file.path.startswith(f"{jane_austen.FOLDER}/") for file in recipe.data.text)
+    assert all(file.path.startswith("jane-austen/") for file in recipe.data.text)
