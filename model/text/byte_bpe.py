@@ -76,7 +76,7 @@ def vocabularies_of(backend: Any) -> Vocabularies:
 def merges_of(backend: Any) -> list[tuple[int, int, int]]:
     """Return the ids of each merge of a byte-level BPE backend: merged token, left part, right part."""
     vocabulary = backend.get_vocab()
-    merges = (merge for merge in json.loads(backend.to_str())["model"]["merges"])
+    merges = json.loads(backend.to_str())["model"]["merges"]
     return [(vocabulary[left + right], vocabulary[left], vocabulary[right]) for left, right in merges]
 
 

@@ -5,21 +5,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from antiphon.model.bundle.manifest import Provenance
 from antiphon.model.checkpoints.checkpoint import CheckpointError
 from antiphon.model.config import ModelConfig
-from antiphon.model.ops.attention import Backend
 from antiphon.model.text.exact_bpe import END_ID, exact_bpe_format, train_exact_bpe
 from antiphon.model.training.data.running_text import read_running_text
 from antiphon.model.training.data.text_files import Part
 from antiphon.model.training.data.text_windows import Windows, adjacent_starts, shuffled_starts
 from antiphon.model.training.recipe import LanguageModelRecipe, RecipeError
 from antiphon.model.training.tasks.language_loss import LanguageLoss, language_loss
-from antiphon.model.training.tasks.training_task import RunFolders, provenance_of, run_tokenizer, start_model
+from antiphon.model.training.tasks.training_task import RunFolders, TransformerTask, run_tokenizer
 from antiphon.model.transformer.transformer import Transformer
 
 
-class LanguageModelTask:
+class LanguageModelTask(TransformerTask[LanguageModelRecipe]):
     """TrainingTask of running text; an initial checkpoint replaces the recipe's tokenizer, shape and weights.
 
     An epoch is one pass through the text in windows that begin at a random token, so every epoch has other windows.
@@ -52,15 +50,6 @@ class LanguageModelTask:
         for part, tokens in self.tokens.items():
             if len(tokens) < 2:
                 raise RecipeError(f"data.split: the {part} part has {len(tokens)} tokens; it needs at least 2")
-
-    @property
-    def provenance(self) -> Provenance:
-        """Origin of data and initial weights, see TrainingTask."""
-        return provenance_of(self.recipe, self.folders.init)
-
-    def make_model(self, backend: Backend) -> Transformer:
-        """Return the model to train, see TrainingTask."""
-        return start_model(self.config, backend, self.folders)
 
     def make_loss(self, model: Transformer) -> nn.Module:
         """Return the loss of the next token, see TrainingTask."""

@@ -7,11 +7,9 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from antiphon.model.bundle.manifest import Provenance
 from antiphon.model.checkpoints.checkpoint import CheckpointError
 from antiphon.model.config import ModelConfig
 from antiphon.model.head_config import HeadConfig, Task
-from antiphon.model.ops.attention import Backend
 from antiphon.model.text import word_piece
 from antiphon.model.text.template import fill
 from antiphon.model.text.tokenizer import MASK_TOKEN, Tokenizer, encoder_format
@@ -24,7 +22,7 @@ from antiphon.model.training.data.token_documents import TokenDocuments
 from antiphon.model.training.data.translation_data import plan_lengths
 from antiphon.model.training.recipe import PretrainRecipe, RecipeError
 from antiphon.model.training.tasks.encoder_loss import EncoderLoss, label_accuracy
-from antiphon.model.training.tasks.training_task import RunFolders, provenance_of, run_tokenizer, start_model
+from antiphon.model.training.tasks.training_task import RunFolders, TransformerTask, run_tokenizer
 from antiphon.model.transformer.transformer import Transformer
 
 # Texts and documents of 1,000 that are held out for validation, and as many again for the final scores.
@@ -62,7 +60,7 @@ class MaskedBatches:
         return replace(batch, ids=ids, labels={**batch.labels, "fill_mask": labels})
 
 
-class PretrainTask:
+class PretrainTask(TransformerTask[PretrainRecipe]):
     """TrainingTask that learns from texts; an initial checkpoint gives tokenizer, shape and weights with heads."""
 
     def __init__(self, recipe: PretrainRecipe, folders: RunFolders) -> None:
@@ -137,15 +135,6 @@ class PretrainTask:
         if not len(documents) or "next_sentence" not in self.tasks or self.text.pair_template is None:
             return []
         return sentence_pairs(documents, self.config.max_source_len - len(self.text.pair_template) + 2, seed)
-
-    @property
-    def provenance(self) -> Provenance:
-        """Origin of data and initial weights, see TrainingTask."""
-        return provenance_of(self.recipe, self.folders.init)
-
-    def make_model(self, backend: Backend) -> Transformer:
-        """Return the model to train, see TrainingTask."""
-        return start_model(self.config, backend, self.folders)
 
     def make_loss(self, model: Transformer) -> nn.Module:
         """Return the loss of all heads, see TrainingTask."""

@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, Self, TypeVar
+from typing import Generic, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -97,6 +97,26 @@ class TrainingTask(Protocol[Model]):
     def scores(self, model: Model, part: Part) -> dict[str, float]:
         """Return measures on a part, by name; empty if the loss is enough. The model is in evaluation mode."""
         ...
+
+
+AnyKind = TypeVar("AnyKind", bound=AnyRecipe)
+
+
+class TransformerTask(Generic[AnyKind]):
+    """What every TrainingTask of a Transformer does alike; the subclasses set the attributes."""
+
+    recipe: AnyKind
+    folders: RunFolders
+    config: ModelConfig
+
+    @property
+    def provenance(self) -> Provenance:
+        """Origin of data and initial weights, see TrainingTask."""
+        return provenance_of(self.recipe, self.folders.init)
+
+    def make_model(self, backend: Backend) -> Transformer:
+        """Return the model to train, see TrainingTask."""
+        return start_model(self.config, backend, self.folders)
 
 
 def run_tokenizer(folders: RunFolders, train: Callable[[], Tokenizer], text: TextFormat | None = None) -> Tokenizer:

@@ -7,10 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from antiphon.model.bundle.manifest import Provenance
 from antiphon.model.checkpoints.checkpoint import CheckpointError
 from antiphon.model.config import ModelConfig
-from antiphon.model.ops.attention import Backend
 from antiphon.model.text.tokenizer import Tokenizer, byte_bpe_format
 from antiphon.model.training.data.corpus import Pair, joined_corpus, load_collections, load_corpus
 from antiphon.model.training.data.pair_epochs import RepeatedPairs, epoch_pairs
@@ -27,7 +25,7 @@ from antiphon.model.training.data.translation_data import (
 )
 from antiphon.model.training.recipe import Augmentation, Recipe
 from antiphon.model.training.tasks.loss import linear_cross_entropy
-from antiphon.model.training.tasks.training_task import RunFolders, provenance_of, run_tokenizer, start_model
+from antiphon.model.training.tasks.training_task import RunFolders, TransformerTask, run_tokenizer
 from antiphon.model.transformer.transformer import Transformer
 
 
@@ -77,7 +75,7 @@ class PairBatches:
         return collate(chosen, self.tokenizer, rows).within(self.config.max_source_len, self.config.max_target_len)
 
 
-class TranslationTask:
+class TranslationTask(TransformerTask[Recipe]):
     """TrainingTask of translation; an initial checkpoint replaces the recipe's tokenizer, shape and weights."""
 
     num_losses = 1
@@ -142,15 +140,6 @@ class TranslationTask:
                 "only encoder-decoder models that were trained by `antiphon train` can be trained further"
             )
         return init.config
-
-    @property
-    def provenance(self) -> Provenance:
-        """Origin of data and initial weights, see TrainingTask."""
-        return provenance_of(self.recipe, self.folders.init)
-
-    def make_model(self, backend: Backend) -> Transformer:
-        """Return the model to train, see TrainingTask."""
-        return start_model(self.config, backend, self.folders)
 
     def make_loss(self, model: Transformer) -> nn.Module:
         """Return the loss of the next token, see TrainingTask."""
