@@ -17,8 +17,12 @@ from antiphon.client import Client, Options, ServerError
 from antiphon.model.bundle.manifest import Bundle, load_bundle, write_manifest
 from antiphon.model.checkpoints.checkpoint import Checkpoint
 from antiphon.model.export.export import export_bundle
+from antiphon.model.training.data.corpus import load_collections
+from antiphon.model.training.recipe import Recipe, TrainConfig
 from antiphon.service.server.settings import SHIPPED_BUNDLE
 from tests.integration.process import ServerProcess
+from tests.pair_collections import collections, pairs_of
+from tests.recipe_files import write_recipe
 
 SOURCES = ["one two three", "a longer line, with more of it", "x", "völlig anders", "one two three"]
 REFERENCES = ["eins zwei drei", "eine längere Zeile", "x", "something else", "eins zwei"]
@@ -173,6 +177,21 @@ def test_source_beyond_the_limit_counts_as_untranslated(
     (score,) = evaluate(capsys, str(bundle.path), *files, "--output", str(tmp_path / "out"))
     assert (score["sentences"], score["too_long"]) == (2, 1)
     assert (tmp_path / "out").read_text(encoding="utf-8").split("\n")[1] == ""
+
+
+def test_one_collection_of_a_recipe_is_scored_alone(
+    bundle: Bundle, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = collections(tmp_path, {"one": pairs_of("first", 3000), "two": pairs_of("second", 2000)})
+    described: dict[str, object] = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "num_heads": 4, "d_ff": 64}
+    recipe = Recipe(name="two", data=data, vocab_size=300, model=described, train=TrainConfig())
+    arguments = (str(bundle.path), "--recipe", write_recipe(recipe, tmp_path / "two.toml"), "--data", str(tmp_path))
+    counts = {name: len(corpus.test) for name, corpus in load_collections(data, tmp_path).items()}
+    for name, count in counts.items():
+        (score,) = evaluate(capsys, *arguments, "--collection", name)
+        assert score["sentences"] == count > 0
+    (score,) = evaluate(capsys, *arguments)
+    assert score["sentences"] == sum(counts.values())
 
 
 @pytest.mark.parametrize(

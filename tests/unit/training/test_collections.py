@@ -1,6 +1,5 @@
 """Several collections of sentence pairs: their split, repeats, augmentation and token splitting."""
 
-import hashlib
 import os
 from collections import Counter
 from pathlib import Path
@@ -9,31 +8,16 @@ import numpy as np
 import pytest
 
 from antiphon.model.text.tokenizer import Tokenizer
-from antiphon.model.training.data.corpus import Pair, held_out_rule, load_collections, load_corpus
+from antiphon.model.training.data.corpus import held_out_rule, load_collections, load_corpus
 from antiphon.model.training.data.pair_epochs import RepeatedPairs, epoch_pairs
 from antiphon.model.training.data.token_splitting import TokenSplitter
 from antiphon.model.training.recipe import Augmentation, load_recipe
 from antiphon.model.training.recipe_data import DataConfig
+from tests.pair_collections import collections, pairs_of
 
 DATA = os.environ.get("ANTIPHON_DATA")
 
 TEXTS = [f"Number {index} is the sum of its {index % 7} parts." for index in range(400)]
-
-
-def pairs_of(language: str, count: int) -> list[Pair]:
-    return [(f"{language} source {index}", f"{language} target {index}") for index in range(count)]
-
-
-def collections(folder: Path, parts: dict[str, list[Pair]]) -> DataConfig:
-    described = []
-    for name, pairs in parts.items():
-        content = "".join(f"{source}\t{target}\n" for source, target in pairs).encode()
-        (folder / f"{name}.tsv").write_bytes(content)
-        described.append(
-            {"name": name, "path": f"{name}.tsv", "sha256": hashlib.sha256(content).hexdigest()}
-            | {"origin": f"origin of {name}", "licence": f"licence of {name}", "attribution": f"authors of {name}"}
-        )
-    return DataConfig.model_validate({"collections": described, "source_language": "en", "target_language": "de"})
 
 
 def test_each_collection_is_split_as_if_alone_and_no_held_out_sentence_is_trained_on(tmp_path: Path) -> None:
