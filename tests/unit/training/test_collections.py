@@ -22,7 +22,8 @@ TEXTS = [f"Number {index} is the sum of its {index % 7} parts." for index in ran
 
 def test_each_collection_is_split_as_if_alone_and_no_held_out_sentence_is_trained_on(tmp_path: Path) -> None:
     first = pairs_of("first", 3000)
-    shared = [(source, f"other {target}") for source, target in first[:1500]]
+    # In the second collection the smallest source of a group, which decides the part, is another one.
+    shared = [(text, f"other {target}") for source, target in first[:1500] for text in (source, f"a {source}")]
     config = collections(tmp_path, {"one": first, "two": [*shared, *pairs_of("second", 1500)]})
     parts = load_collections(config, tmp_path)
     assert parts["one"].test == held_out_rule(first).test
