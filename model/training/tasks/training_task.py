@@ -103,7 +103,7 @@ AnyKind = TypeVar("AnyKind", bound=AnyRecipe)
 
 
 class TransformerTask(Generic[AnyKind]):
-    """What every TrainingTask of a Transformer does alike; the subclasses set the attributes."""
+    """Shared part of every TrainingTask of a Transformer; the subclasses set the attributes."""
 
     recipe: AnyKind
     folders: RunFolders
