@@ -28,6 +28,14 @@ class Group:
             torch.distributed.init_process_group("nccl" if cuda else "gloo")
         return cls(rank=int(os.environ.get("RANK", "0")), size=size, device=device)
 
+    @property
+    def computes_bf16(self) -> bool:
+        """True if the device multiplies bfloat16 matrices in hardware. Without it they take longer than in float32."""
+        if self.device.type == "cuda":
+            return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+        found = torch.cpu.get_capabilities()
+        return found["architecture"] != "x86_64" or bool(found["avx512_bf16"] or found["amx_bf16"])
+
     def sum(self, value: Tensor) -> Tensor:
         """Sum a tensor over the group, in place, and return it."""
         if self.size > 1:

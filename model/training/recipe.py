@@ -73,6 +73,7 @@ class TrainConfig(Strict):
     weight_decay: for matrices, decoupled from the gradient (Loshchilov and Hutter 2019).
     cooldown_steps: number of last steps in which the rate falls linearly to zero (Zhai et al. 2022, section 3.3);
         0: no cool-down.
+    bf16: matrix products in bfloat16, where the device has them in hardware; elsewhere they are slower than float32.
     """
 
     batch_tokens: int = Field(default=4096, ge=64)

@@ -134,6 +134,7 @@ class Trainer:
         self._gradient_norms: list[Tensor] = []  # since the last checkpoint
         self.model_config = self.task.config
         self.config = self._config()
+        self.uses_bf16 = self.config.bf16 and group.computes_bf16
         torch.manual_seed(self.config.seed)
         # On a CPU with short sentences a step with PyTorch's fused kernel takes twice as long as with plain products.
         backend: Backend = "sdpa" if group.device.type == "cuda" else "eager"
@@ -217,7 +218,7 @@ class Trainer:
         Both are [K]. Labels are smoothed only in training mode.
         """
         smoothing = self.config.label_smoothing if self.batch_loss.training else 0.0
-        with torch.autocast(self.group.device.type, dtype=torch.bfloat16, enabled=self.config.bf16):
+        with torch.autocast(self.group.device.type, dtype=torch.bfloat16, enabled=self.uses_bf16):
             return self.batch_loss(batch, smoothing), batch.counts
 
     def train_step(self, batch: AnyBatch) -> float:

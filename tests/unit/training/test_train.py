@@ -3,7 +3,9 @@
 import hashlib
 import json
 import os
+import platform
 import random
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -191,6 +193,18 @@ def test_early_stopping_ends_a_run_that_no_longer_improves(tmp_path: Path) -> No
     trainer.run()
     assert trainer.progress.step == 4
     assert trainer.progress.best_loss == 0.9
+
+
+def test_bf16_is_used_only_where_the_processor_has_it(tmp_path: Path) -> None:
+    flags = set(re.findall(r"avx512_bf16|amx_bf16", Path("/proc/cpuinfo").read_text(encoding="utf-8")))
+    if platform.machine() != "x86_64":
+        pytest.skip("instruction sets have other names on this processor")
+    wanted, plain = (make_trainer(tmp_path, f"run-{bf16}", bf16=bf16) for bf16 in (True, False))
+    assert (wanted.uses_bf16, plain.uses_bf16) == (bool(flags), False)
+    batch = plain.task.batches("valid", 0)[0]
+    with torch.no_grad():
+        found, expected = wanted.loss(batch)[0], plain.loss(batch)[0]
+    assert torch.equal(found, expected) == (not flags)
 
 
 def test_gradient_checkpointing_changes_nothing_but_memory(tmp_path: Path) -> None:
