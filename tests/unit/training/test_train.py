@@ -202,6 +202,8 @@ def test_bf16_is_used_only_where_the_processor_has_it(tmp_path: Path) -> None:
     wanted, plain = (make_trainer(tmp_path, f"run-{bf16}", bf16=bf16) for bf16 in (True, False))
     assert (wanted.uses_bf16, plain.uses_bf16) == (bool(flags), False)
     batch = plain.task.batches("valid", 0)[0]
+    wanted.batch_loss.eval()
+    plain.batch_loss.eval()
     with torch.no_grad():
         found, expected = wanted.loss(batch)[0], plain.loss(batch)[0]
     assert torch.equal(found, expected) == (not flags)
