@@ -33,16 +33,39 @@ class MaskingConfig(Strict):
 
     rate: share of a text's tokens that are predicted.
     masked, random: shares of the predicted tokens that become the mask token or a random token; the rest do not change.
+    copies: number of masks and of random pairs that a text gets, one an epoch, in turns (static masking; BERT had 10);
+        None: new ones in every epoch (dynamic masking, Liu et al. 2019, section 4.1).
     """
 
     rate: float = Field(default=0.15, gt=0, le=1)
     masked: float = Field(default=0.8, ge=0, le=1)
     random: float = Field(default=0.1, ge=0, le=1)
+    copies: int | None = Field(default=None, ge=1)
 
     @model_validator(mode="after")
     def _check_shares(self) -> Self:
         if self.masked + self.random > 1:
             raise ValueError(f"masked={self.masked} and random={self.random}; their sum must be at most 1")
+        return self
+
+
+class Distillation(Strict):
+    """Weights of the loss of a student beside its teacher (Sanh et al. 2019, section 2); a weight of 0 leaves one out.
+
+    temperature: divides the logits of both models before their cross entropy.
+    soft: cross entropy with the teacher's distribution. labels: cross entropy with the masked tokens.
+    cosine: distance of the directions of both models' states.
+    """
+
+    temperature: float = Field(default=2.0, gt=0)
+    soft: float = Field(default=5.0, ge=0)
+    labels: float = Field(default=2.0, ge=0)
+    cosine: float = Field(default=1.0, ge=0)
+
+    @model_validator(mode="after")
+    def _check_weights(self) -> Self:
+        if not (self.soft or self.labels or self.cosine):
+            raise ValueError("soft, labels and cosine are all 0; one of them must be above 0")
         return self
 
 
@@ -125,6 +148,8 @@ class Recipe(_Named):
 class PretrainRecipe(_Named):
     """Recipe of an encoder that is pre-trained on masked tokens, and with ordered data also on next-sentence pairs.
 
+    next_sentences: False: ordered documents become texts of consecutive sentences, without pairs.
+    distillation: the model learns from a teacher, see tasks/distill_task.py; None: from the texts alone.
     tokenizer: vocabulary to learn: "byte_bpe", or BERT's "word_piece", which removes upper case and accents.
     model: as in Recipe, without heads, which the task decides.
     """
@@ -135,6 +160,13 @@ class PretrainRecipe(_Named):
     vocab_size: int = Field(ge=300, le=250_000)
     model: dict[str, object]
     masking: MaskingConfig = MaskingConfig()
+    next_sentences: bool = True
+    distillation: Distillation | None = None
+
+    @property
+    def has_pairs(self) -> bool:
+        """True if the model learns next-sentence pairs."""
+        return self.next_sentences and bool(self.data.ordered)
 
     def model_config_for(self, vocab_size: int, heads: Sequence[HeadConfig] = ()) -> ModelConfig:
         """Return the ModelConfig for this vocabulary size and these heads."""
@@ -145,10 +177,12 @@ class PretrainRecipe(_Named):
     def _check_model(self) -> Self:
         config = self.model_config_for(self.vocab_size)
         _check_architecture(config, "encoder", self.task)
-        if self.data.ordered and config.token_types < 2:
+        if self.has_pairs and config.token_types < 2:
             raise ValueError(f"model.token_types={config.token_types} must be at least 2 for next-sentence pairs")
         if not (self.data.ordered or self.data.sentences):
             raise ValueError("data: ordered and sentences are both empty; give files in at least one of them")
+        if self.distillation is not None and self.has_pairs:
+            raise ValueError("next_sentences must be false with distillation: a student learns masked tokens only")
         return self
 
 

@@ -52,6 +52,7 @@ from antiphon.model.training.recipe import (
     TrainConfig,
     load_any_recipe,
 )
+from antiphon.model.training.tasks.distill_task import DistillTask
 from antiphon.model.training.tasks.fine_tune_task import FineTuneTask
 from antiphon.model.training.tasks.language_model_task import LanguageModelTask
 from antiphon.model.training.tasks.pretrain_task import PretrainTask
@@ -94,7 +95,7 @@ def open_task(recipe: AnyRecipe, folders: RunFolders) -> TrainingTask[Any]:
     if isinstance(recipe, Recipe):
         return TranslationTask(recipe, folders)
     if isinstance(recipe, PretrainRecipe):
-        return PretrainTask(recipe, folders)
+        return PretrainTask(recipe, folders) if recipe.distillation is None else DistillTask(recipe, folders)
     if isinstance(recipe, LanguageModelRecipe):
         return LanguageModelTask(recipe, folders)
     return FineTuneTask(recipe, folders)
@@ -108,6 +109,7 @@ class Trainer:
     """Training run of one recipe in one folder.
 
     init: checkpoint to start from; keep_weights: use its weights, not only its shape and tokenizer.
+    teacher: checkpoint to learn from, for a recipe with distillation.
     open_task: returns the recipe's task; a model that is only trained has a task of its own.
     Raises RecipeError, CheckpointError or TokenizerError.
     """
@@ -121,6 +123,7 @@ class Trainer:
         *,
         init: Checkpoint | None = None,
         keep_weights: bool = True,
+        teacher: Checkpoint | None = None,
         open_task: Callable[[Any, RunFolders], TrainingTask[Any]] = open_task,
     ) -> None:
         # By default oneDNN caches 1,024 compiled kernels, which is too few for all shapes of batches.
@@ -129,7 +132,9 @@ class Trainer:
         self.folder = run_folder
         self.group = group
         self.progress = Progress()
-        folders = RunFolders(data=data_folder, run=run_folder, group=group, init=init, keep_weights=keep_weights)
+        folders = RunFolders(
+            data=data_folder, run=run_folder, group=group, init=init, keep_weights=keep_weights, teacher=teacher
+        )
         self.task = open_task(recipe, folders)
         self._gradient_norms: list[Tensor] = []  # since the last checkpoint
         self.model_config = self.task.config
@@ -361,6 +366,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--random-weights", action="store_true", help="use only shape and tokenizer of --init: a baseline to compare"
     )
+    parser.add_argument(
+        "--teacher", type=Path, metavar="CHECKPOINT", help="encoder to learn from, for a recipe with [distillation]"
+    )
     parser.add_argument("--freeze-encoder", action="store_true", help="fine-tuning: train only the new head")
     parser.add_argument(
         "--max-train-examples", type=int, metavar="N", help="fine-tuning: learn from N examples of the training part"
@@ -397,11 +405,16 @@ def _trainer(args: argparse.Namespace) -> Trainer:
         recipe = frozen(recipe)
     if args.max_train_examples is not None:
         recipe = with_few_examples(recipe, args.max_train_examples)
+    if args.teacher is not None and (not isinstance(recipe, PretrainRecipe) or recipe.distillation is None):
+        raise RecipeError(f"--teacher needs a recipe with a distillation section; {recipe.name!r} has none")
     folder = args.output or Path("runs") / recipe.name
     # Tokenizer files of imported checkpoints are sometimes converted; the run copies the files to its own folder.
-    with tempfile.TemporaryDirectory() as texts:
+    with tempfile.TemporaryDirectory() as texts, tempfile.TemporaryDirectory() as others:
         init = None if args.init is None else open_init(args.init, Path(texts))
-        return Trainer(recipe, args.data, folder, Group.join(), init=init, keep_weights=not args.random_weights)
+        teacher = None if args.teacher is None else open_init(args.teacher, Path(others))
+        return Trainer(
+            recipe, args.data, folder, Group.join(), init=init, keep_weights=not args.random_weights, teacher=teacher
+        )
 
 
 def open_init(path: Path, text_folder: Path) -> Checkpoint:

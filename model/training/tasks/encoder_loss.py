@@ -54,7 +54,7 @@ class EncoderLoss(nn.Module):
         elif task == "tag":
             outputs, labels = head(memory).flatten(0, 1).float(), labels.flatten()
         else:
-            hidden, labels = _labelled(memory, labels)
+            hidden, labels = labelled_states(memory, labels)
             weight, bias = head.output.weight, head.output.bias
             return linear_cross_entropy(head.transformed(hidden), weight, labels, smoothing=smoothing, bias=bias)
         loss: Tensor = functional.cross_entropy(
@@ -63,10 +63,10 @@ class EncoderLoss(nn.Module):
         return loss
 
 
-def _labelled(memory: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return states [K, M] and labels [K] of tokens with a label.
+def labelled_states(memory: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return states [K, M] and labels [K] of tokens with a label, of memory [B, S, M] and labels [B, S].
 
-    K is rounded up, because oneDNN compiles a kernel for every new K.
+    K is rounded up, because oneDNN compiles a kernel for every new K; the added rows have no label.
     """
     is_labelled = labels != IGNORED_LABEL
     hidden, labels = memory[is_labelled], labels[is_labelled]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import nn
 
 from antiphon.model.checkpoints.checkpoint import CheckpointError
@@ -17,6 +18,7 @@ from antiphon.model.training.data.encoder_data import EncoderBatch, EncoderExamp
 from antiphon.model.training.data.masking import Masking
 from antiphon.model.training.data.pretrain_examples import PretrainExamples
 from antiphon.model.training.data.sentence_pairs import SentencePair, sentence_pairs
+from antiphon.model.training.data.sentence_runs import SentenceRun, sentence_runs
 from antiphon.model.training.data.text_files import Part, is_held_out, read_documents, read_texts
 from antiphon.model.training.data.token_documents import TokenDocuments
 from antiphon.model.training.data.translation_data import plan_lengths
@@ -29,22 +31,28 @@ from antiphon.model.transformer.transformer import Transformer
 HELD_OUT_PER_MILLE = 10
 
 
-def pretraining_heads(width: int, *, pairs: bool) -> list[HeadConfig]:
-    """Return BERT's heads: fill_mask, and next_sentence if `pairs`. width: outputs of the transforms."""
+def pretraining_heads(config: ModelConfig, *, pairs: bool) -> list[HeadConfig]:
+    """Return BERT's heads: fill_mask with the embedding as output, and next_sentence if `pairs`."""
+    width = config.resolved_embedding_width
     heads = [HeadConfig(task="fill_mask", transform_width=width, activation="gelu", norm=True, tied=True)]
     if pairs:
         labels = ("is_next", "not_next")
-        heads.append(HeadConfig(task="next_sentence", labels=labels, transform_width=width, activation="tanh"))
+        heads.append(HeadConfig(task="next_sentence", labels=labels, transform_width=config.d_model, activation="tanh"))
     return heads
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MaskedBatches:
-    """Planned batches of one epoch; the seed and the batch's index decide which tokens are masked."""
+    """Planned batches of one epoch.
+
+    mask_seed: decides together with the batch's index which tokens are masked; with is_static together with the index
+        of each example, so that a text has the same mask in every batch.
+    """
 
     examples: PretrainExamples
     plan: list[list[int]]
-    seed: int
+    mask_seed: int
+    is_static: bool
     masking: Masking
     tasks: tuple[Task, ...]
     config: ModelConfig
@@ -54,24 +62,37 @@ class MaskedBatches:
         return len(self.plan)
 
     def __getitem__(self, index: int) -> EncoderBatch:
-        chosen = [self.examples[i] for i in self.plan[index]]
-        batch = collate(chosen, self.tasks, self.config.pad_id, self.batch_tokens, self.config.max_source_len)
-        ids, labels = self.masking.apply(batch.ids, hash((self.seed, index)))
+        if self.is_static:
+            return self._collate([self._masked(i) for i in self.plan[index]])
+        batch = self._collate([self.examples[i] for i in self.plan[index]])
+        ids, labels = self.masking.apply(batch.ids, hash((self.mask_seed, index)))
         return replace(batch, ids=ids, labels={**batch.labels, "fill_mask": labels})
+
+    def _collate(self, chosen: Sequence[EncoderExample]) -> EncoderBatch:
+        return collate(chosen, self.tasks, self.config.pad_id, self.batch_tokens, self.config.max_source_len)
+
+    def _masked(self, number: int) -> EncoderExample:
+        example = self.examples[number]
+        ids, labels = self.masking.apply(torch.tensor([example.ids]), hash((self.mask_seed, number)))
+        return replace(example, ids=ids[0].tolist(), labels={**example.labels, "fill_mask": labels[0].tolist()})
 
 
 class PretrainTask(TransformerTask[PretrainRecipe]):
-    """TrainingTask that learns from texts; an initial checkpoint gives tokenizer, shape and weights with heads."""
+    """TrainingTask that learns from texts; an initial checkpoint gives tokenizer, shape and weights with heads.
+
+    given: checkpoint whose tokenizer and text format are used; None: the task trains a tokenizer.
+    """
 
     def __init__(self, recipe: PretrainRecipe, folders: RunFolders) -> None:
         self.recipe = recipe
         self.folders = folders
+        self.given = folders.init or folders.teacher
         data = recipe.data
         texts = list(dict.fromkeys(text for file in data.sentences for text in read_texts(folders.data, file)))
         documents = [document for file in data.ordered for document in read_documents(folders.data, file)]
         new_format = word_piece.FORMAT if recipe.tokenizer == "word_piece" else None
         self.tokenizer = run_tokenizer(folders, lambda: self._train_tokenizer(texts, documents), new_format)
-        self.text = new_format or encoder_format(self.tokenizer) if folders.init is None else folders.init.text
+        self.text = new_format or encoder_format(self.tokenizer) if self.given is None else self.given.text
         self.config = self._config()
         self.tasks = tuple(head.task for head in self.config.heads)
         self.num_losses = len(self.tasks)
@@ -89,7 +110,7 @@ class PretrainTask(TransformerTask[PretrainRecipe]):
         init = self.folders.init
         if init is None:
             plain = self.recipe.model_config_for(self.tokenizer.vocab_size)
-            heads = pretraining_heads(plain.d_model, pairs=bool(self.recipe.data.ordered))
+            heads = pretraining_heads(plain, pairs=self.recipe.has_pairs)
             return self.recipe.model_config_for(self.tokenizer.vocab_size, heads)
         kept = tuple(head for head in init.config.heads if head.task in ("fill_mask", "next_sentence"))
         if "fill_mask" not in [head.task for head in kept]:
@@ -130,8 +151,10 @@ class PretrainTask(TransformerTask[PretrainRecipe]):
             )
         return parts
 
-    def _pairs(self, part: Part, seed: int) -> list[SentencePair]:
+    def _passages(self, part: Part, seed: int) -> list[SentencePair] | list[SentenceRun]:
         documents = self.documents[part]
+        if not self.recipe.next_sentences:
+            return sentence_runs(documents, self.config.max_source_len - len(self.text.template) + 1)
         if not len(documents) or "next_sentence" not in self.tasks or self.text.pair_template is None:
             return []
         return sentence_pairs(documents, self.config.max_source_len - len(self.text.pair_template) + 2, seed)
@@ -142,9 +165,11 @@ class PretrainTask(TransformerTask[PretrainRecipe]):
 
     def batches(self, part: Part, seed: int) -> MaskedBatches:
         """Return the batches of one epoch, see TrainingTask."""
+        copies = self.recipe.masking.copies
+        mask_seed = seed if copies is None else seed % copies
         examples = PretrainExamples(
             texts=self.texts[part],
-            pairs=self._pairs(part, seed),
+            passages=self._passages(part, mask_seed),
             documents=self.documents[part],
             text=self.text,
         )
@@ -152,7 +177,8 @@ class PretrainTask(TransformerTask[PretrainRecipe]):
         return MaskedBatches(
             examples=examples,
             plan=plan_lengths([(length, 0) for length in examples.lengths], batch_tokens, seed),
-            seed=seed,
+            mask_seed=mask_seed,
+            is_static=copies is not None,
             masking=self.masking,
             tasks=self.tasks,
             config=self.config,

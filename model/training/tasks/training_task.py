@@ -53,6 +53,7 @@ class RunFolders:
 
     init: checkpoint that training starts from; None: random weights.
     keep_weights: True: use the weights of init; False: only its shape and tokenizer.
+    teacher: checkpoint that the model learns from, of which it has the tokenizer; None without distillation.
     """
 
     data: Path
@@ -60,6 +61,7 @@ class RunFolders:
     group: Group
     init: Checkpoint | None = None
     keep_weights: bool = True
+    teacher: Checkpoint | None = None
 
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -120,11 +122,11 @@ class TransformerTask(Generic[AnyKind]):
 
 
 def run_tokenizer(folders: RunFolders, train: Callable[[], Tokenizer], text: TextFormat | None = None) -> Tokenizer:
-    """Return the tokenizer of the run folder; without one, rank 0 copies that of init or trains one with `train`.
+    """Return the tokenizer of the run folder; without one, rank 0 copies a given one or trains one with `train`.
 
-    text: text format of the trained tokenizer; None: byte-level BPE.
+    A given one is that of init or of the teacher. text: text format of the trained tokenizer; None: byte-level BPE.
     """
-    init = folders.init
+    init = folders.init or folders.teacher
     if folders.group.rank == 0:
         folders.run.mkdir(parents=True, exist_ok=True)
         for name in ("tokenizer.json",) if init is None else init.text.files:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -96,6 +97,41 @@ def test_losses_equal_those_of_the_outputs_of_the_heads(tmp_path: Path) -> None:
     with torch.no_grad():
         found = EncoderLoss(model).eval()(batch, 0.0)
     assert found.tolist() == pytest.approx(list(expected.values()), rel=1e-4)
+
+
+def masked_texts(task: PretrainTask, epoch: int) -> Counter[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Return the texts and pairs of an epoch before masking, each with its labels; some occur more than once."""
+    batches, found = task.batches("train", epoch), []
+    for index in range(len(batches)):
+        batch = batches[index]
+        for ids, labels, length in zip(batch.ids, batch.labels["fill_mask"], batch.lens.tolist(), strict=True):
+            original = ids.where(labels == IGNORED_LABEL, labels)[:length]
+            found.append((tuple(original.tolist()), tuple(labels[:length].tolist())))
+    return Counter(found)
+
+
+@pytest.mark.parametrize("copies", [None, 1, 3])
+def test_static_masks_return_after_their_copies_and_dynamic_ones_do_not(tmp_path: Path, copies: int | None) -> None:
+    described = pretrain_recipe(tmp_path).model_dump()
+    recipe = PretrainRecipe.model_validate({**described, "masking": {"copies": copies}})
+    task = PretrainTask(recipe, RunFolders(data=tmp_path, run=tmp_path / "run", group=GROUP))
+    first, *later = (masked_texts(task, epoch) for epoch in range(1, 5))
+    assert [found == first for found in later] == {None: [False] * 3, 1: [True] * 3, 3: [False, False, True]}[copies]
+    plans = [[sorted(batch) for batch in task.batches("train", epoch).plan] for epoch in (1, 4)]
+    assert plans[0] != plans[1], "batches are in another order in every epoch"
+
+
+def test_without_pairs_documents_become_texts(tmp_path: Path) -> None:
+    recipe = PretrainRecipe.model_validate({**pretrain_recipe(tmp_path).model_dump(), "next_sentences": False})
+    task = PretrainTask(recipe, RunFolders(data=tmp_path, run=tmp_path / "run", group=GROUP))
+    assert task.tasks == ("fill_mask",)
+    found = {ids for ids, _ in masked_texts(task, 1)}
+    documents = task.documents["train"]
+    for index in range(len(documents)):
+        sentences = documents.sentences_of(index)
+        starts = documents.sentence_starts
+        whole = documents.tokens[starts[sentences.start] : starts[sentences.stop]]
+        assert fill(task.text, whole)[0] in found
 
 
 @pytest.mark.parametrize("task", ["classify", "tag"])

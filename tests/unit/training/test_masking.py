@@ -17,7 +17,7 @@ MASK = 4
 
 
 def masking(**settings: float) -> Masking:
-    return Masking(MaskingConfig(**settings), vocab_size=VOCAB, special_ids=SPECIAL, mask_id=MASK)
+    return Masking(MaskingConfig.model_validate(settings), vocab_size=VOCAB, special_ids=SPECIAL, mask_id=MASK)
 
 
 def texts(rows: int, length: int, seed: int) -> Tensor:
