@@ -31,6 +31,11 @@ _ERRORS = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument("names", nargs="+", metavar="NAME", help=f"experiments: {', '.join(EXPERIMENTS)}, or all")
+    add_options(parser)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options, which are the same for every experiment."""
     parser.add_argument("--data", type=Path, help="folder of public data, as for `antiphon train`")
     parser.add_argument(
         "--output", type=Path, default=Path("runs/lab"), help="folder of runs and reports (default: %(default)s)"
@@ -46,9 +51,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run experiments; return 0, 2 after an error with one line on standard error, 130 after an interrupt."""
+    return run_named(args.names, args)
+
+
+def run_named(names: list[str], args: argparse.Namespace) -> int:
+    """Run the experiments with these names, see `run`."""
     try:
         setting = _setting(args)
-        for experiment in _chosen(args.names):
+        for experiment in _chosen(names):
             _run(experiment, setting, args.jobs)
     except _ERRORS as error:
         print(f"antiphon lab: {error}", file=sys.stderr)

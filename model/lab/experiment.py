@@ -96,20 +96,22 @@ class Experiment:
 def run_trials(experiment: Experiment, setting: Setting, jobs: int) -> Results:
     """Run the trials of an experiment that have no result yet, `jobs` at a time with one thread each.
 
-    The number of jobs does not change any result. All settings run with the first seed before the next seed.
+    The number of jobs does not change any result. All settings run with the first seed before the next seed, and
+    students after all others.
     """
     trials = sorted(experiment.trials(setting), key=lambda trial: setting.seeds.index(trial.seed))
     measure = partial(experiment.measure, setting)
     run_one = partial(run_trial, folders=setting.folders(experiment.name), measure=measure)
-    if jobs == 1:
-        torch.set_num_threads(1)
-        finished = [run_one(trial) for trial in tqdm(trials, desc=experiment.name, disable=None)]
-    else:
-        finished = _run_in_processes(experiment.name, trials, run_one, jobs)
-    grouped: dict[str, list[Result]] = {}
-    for result in finished:
-        grouped.setdefault(result.name, []).append(result)
-    return Results(trials=grouped)
+    finished: list[Result] = []
+    for group in ([t for t in trials if t.teacher is None], [t for t in trials if t.teacher is not None]):
+        if jobs == 1:
+            torch.set_num_threads(1)
+            finished += [run_one(trial) for trial in tqdm(group, desc=experiment.name, disable=None)]
+        else:
+            finished += _run_in_processes(experiment.name, group, run_one, jobs)
+    return Results(
+        trials={trial.name: [result for result in finished if result.name == trial.name] for trial in trials}
+    )
 
 
 def _run_in_processes(

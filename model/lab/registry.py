@@ -5,6 +5,7 @@ from __future__ import annotations
 from antiphon.model.lab.experiment import Experiment
 from antiphon.model.lab.experiments.ablations import ABLATIONS
 from antiphon.model.lab.experiments.algorithms import ALGORITHMIC
+from antiphon.model.lab.experiments.compare import COMPARE
 from antiphon.model.lab.experiments.complexity import COMPLEXITY
 from antiphon.model.lab.experiments.decoding import DECODING
 from antiphon.model.lab.experiments.depth import DEPTH
@@ -12,6 +13,6 @@ from antiphon.model.lab.experiments.heads import HEADS
 from antiphon.model.lab.experiments.length import LENGTH
 from antiphon.model.lab.experiments.scan import SCAN
 
-_ALL = (ABLATIONS, DEPTH, LENGTH, SCAN, ALGORITHMIC, COMPLEXITY, DECODING, HEADS)
+_ALL = (ABLATIONS, DEPTH, LENGTH, SCAN, ALGORITHMIC, COMPLEXITY, DECODING, HEADS, COMPARE)
 
 EXPERIMENTS: dict[str, Experiment] = {experiment.name: experiment for experiment in _ALL}

@@ -14,8 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from antiphon.model.checkpoints.checkpoint import load_checkpoint
 from antiphon.model.training.group import Group
-from antiphon.model.training.recipe import Recipe
+from antiphon.model.training.recipe import PretrainRecipe, Recipe
+from antiphon.model.training.recipe_data import DataConfig
 from antiphon.model.training.tasks.training_task import RunFolders, TrainingTask
 from antiphon.model.training.train import Trainer, TrainingDiverged, open_task
 
@@ -29,12 +31,14 @@ TRAINED_NAME = "trained.json"
 class Trial:
     """One training run: the name of its setting in the experiment, its recipe with the seed, and the data folder.
 
-    open_task: task of the recipe, see Trainer.
+    teacher: run whose model this one learns from, for a recipe with distillation. open_task: task of the recipe, see
+    Trainer.
     """
 
     name: str
-    recipe: Recipe
+    recipe: Recipe | PretrainRecipe
     data: Path
+    teacher: Trial | None = None
     open_task: Callable[[Any, RunFolders], TrainingTask[Any]] = open_task
 
     @property
@@ -43,10 +47,19 @@ class Trial:
         return self.recipe.train.seed
 
     @property
+    def pairs(self) -> DataConfig:
+        """Sentence pairs of a translation recipe. Raises TypeError for a recipe of another task."""
+        if not isinstance(self.recipe, Recipe):
+            raise TypeError(f"trial {self.name!r}: recipe {self.recipe.name!r} has task {self.recipe.task!r}, no pairs")
+        return self.recipe.data
+
+    @property
     def key(self) -> str:
         """Name of the run folder: trials with the same recipe share one run. Fields with defaults do not count."""
         task = getattr(self.open_task, "__module__", "") if self.open_task is open_task else repr(self.open_task)
         described = f"{self.recipe.model_dump_json(exclude_defaults=True)}|{task}"
+        if self.teacher is not None:
+            described += f"|{self.teacher.key}"
         return f"{self.recipe.name}.s{self.seed}.{hashlib.sha256(described.encode()).hexdigest()[:8]}"
 
 
@@ -91,14 +104,18 @@ def run_trial(trial: Trial, folders: Folders, measure: Measure) -> Result:
 
 
 def train(trial: Trial, run: Path) -> dict[str, Any]:
-    """Train a trial in its run folder, or resume it; return train_s and diverged of its Result."""
+    """Train a trial in its run folder, or resume it; return train_s and diverged of its Result.
+
+    The teacher's run must be finished, in a folder beside this one. Raises CheckpointError if it is not there.
+    """
     path = run / TRAINED_NAME
     if not path.is_file():
         started_s = time.monotonic()
         run.mkdir(parents=True, exist_ok=True)
         diverged = None
+        teacher = None if trial.teacher is None else load_checkpoint(run.with_name(trial.teacher.key) / "averaged")
         try:
-            Trainer(trial.recipe, trial.data, run, Group.join(), open_task=trial.open_task).run()
+            Trainer(trial.recipe, trial.data, run, Group.join(), teacher=teacher, open_task=trial.open_task).run()
         except TrainingDiverged as error:
             diverged = str(error)
         _write(path, {"train_s": time.monotonic() - started_s, "diverged": diverged})

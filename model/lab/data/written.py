@@ -1,4 +1,4 @@
-"""Writing of generated pairs as data files of a recipe."""
+"""Writing of generated pairs and texts as data files of a recipe."""
 
 from __future__ import annotations
 
@@ -38,8 +38,12 @@ def _write_sides(folder: Path, stem: str, pairs: Sequence[Pair]) -> tuple[DataFi
 
 
 def _write(folder: Path, name: str, lines: Sequence[str]) -> DataFile:
+    return write_text(folder, name, "".join(f"{line}\n" for line in lines))
+
+
+def write_text(folder: Path, name: str, text: str) -> DataFile:
+    """Write a file below `folder` and return it with its hash; one that exists with the same text stays untouched."""
     path = folder / name
-    text = "".join(f"{line}\n" for line in lines)
     if not path.is_file() or path.read_text(encoding="utf-8") != text:
         folder.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_name(f".{name}.tmp")

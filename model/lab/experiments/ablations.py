@@ -102,8 +102,8 @@ def measure(setting: Setting, trial: Trial, averaged: Path) -> Figures:
 
 def bleu_of_test_part(trial: Trial, checkpoint: Checkpoint) -> float:
     """Return BLEU of greedy translations of the test part of a trial's data."""
-    pairs = load_corpus(trial.recipe.data, trial.data).test
-    is_tokenised = trial.recipe.data.preprocess == "moses-lower"
+    pairs = load_corpus(trial.pairs, trial.data).test
+    is_tokenised = trial.pairs.preprocess == "moses-lower"
     answers = translations(checkpoint, [source for source, _ in pairs], max_new_tokens=64)
     return bleu_of(answers, pairs, is_tokenised=is_tokenised)
 

@@ -65,7 +65,7 @@ def _measure(setting: Setting, trial: Trial, averaged: Path) -> Figures:
 
 
 def _pruned(whole: Checkpoint, choice: Share | Each, trial: Trial, folder: Path) -> Checkpoint:
-    pairs = load_corpus(trial.recipe.data, trial.data).valid[:_PAIRS]
+    pairs = load_corpus(trial.pairs, trial.data).valid[:_PAIRS]
     model = prune(whole, pairs, choice).model
     save_checkpoint(
         folder, config=model.config, weights=weights_of(model), tokenizer=whole.tokenizer, provenance=whole.provenance

@@ -35,7 +35,7 @@ def _trials(setting: Setting) -> list[Trial]:
 
 
 def _measure(setting: Setting, trial: Trial, averaged: Path) -> Figures:
-    return exact_figures(trial, averaged, {"exact": load_corpus(trial.recipe.data, trial.data).test})
+    return exact_figures(trial, averaged, {"exact": load_corpus(trial.pairs, trial.data).test})
 
 
 def _claims(results: Results) -> Sequence[Claim]:

@@ -192,6 +192,17 @@ writes to DATA/CORPUS; packages are pinned by version and hash, and the same pac
 
 after an interruption, the same command resumes; finished runs are read from their folders""",
     ),
+    "compare": Subcommand(
+        module="antiphon.model.lab.compare_command",
+        extra="server,train",
+        summary="train and serve five kinds of encoders at one budget",
+        examples="""\
+  antiphon compare --data DATA              BERT, RoBERTa, ALBERT, DeBERTa, DistilBERT; DATA has debian-docs, clinc150,
+                                            sst2 and wnut17
+  antiphon compare --scale toy              artificial data, a few steps: shows that it works
+
+the same as antiphon lab compare; after an interruption, the same command resumes""",
+    ),
     "export": Subcommand(
         module="antiphon.model.export.export",
         extra="server,train",

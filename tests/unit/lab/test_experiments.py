@@ -25,3 +25,8 @@ def test_experiment_runs_at_toy_size(name: str, tmp_path: Path, capsys: pytest.C
     shown = {figure for figure in experiment.columns for trial in found["trials"] if figure in trial["figures"]}
     assert shown == set(experiment.columns), "every column has a value in some row"
     assert all(claim["source"] and claim["measured"] for claim in found["claims"])
+
+
+def test_compare_is_a_command_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", "--scale", "1"]) == 2
+    assert "--data is missing" in capsys.readouterr().err

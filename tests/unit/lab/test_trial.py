@@ -7,15 +7,18 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
+from antiphon.model.checkpoints.checkpoint import load_checkpoint
 from antiphon.model.lab import trial as trials
 from antiphon.model.lab.experiment import Experiment, run_trials
 from antiphon.model.lab.experiments.ablations import measure
+from antiphon.model.lab.experiments.compare import BERT, COMPARE, STUDENT
 from antiphon.model.lab.setting import Setting
 from antiphon.model.lab.trial import Figures, Folders, Trial, run_trial
 from tests.integration.process import environment
@@ -114,3 +117,18 @@ def test_trial_whose_loss_is_not_finite_has_a_message_and_no_figures(tmp_path: P
 def test_trials_of_other_recipes_have_other_folders(tmp_path: Path) -> None:
     keys = {toy_trial(tmp_path, **settings).key for settings in ({}, {"warmup_steps": 7}, {"bf16": False})}
     assert len(keys) == 3
+
+
+def test_student_is_trained_after_its_teacher_and_from_its_weights(tmp_path: Path) -> None:
+    setting = toy_setting(tmp_path)
+    trials_of_seed = {trial.name: trial for trial in COMPARE.trials(setting)}
+    student, teacher = trials_of_seed[STUDENT], trials_of_seed[BERT]
+    assert student.teacher == teacher
+    assert replace(student, teacher=None).key != student.key, "another teacher is another run"
+    found = run_trials(experiment("students", student, teacher), setting, jobs=2)
+    assert set(found.trials) == {STUDENT, BERT}
+    averaged = tmp_path / "runs" / student.key / "averaged"
+    assert (
+        load_checkpoint(averaged).config.encoder_layers
+        == load_checkpoint(tmp_path / "runs" / teacher.key / "averaged").config.encoder_layers // 2
+    )

@@ -1,0 +1,190 @@
+"""Experiment `compare`: five kinds of encoders, pre-trained on the same number of tokens and fine-tuned on three tasks.
+
+BERT (Devlin et al. 2019), RoBERTa (Liu et al. 2019), ALBERT (Lan et al. 2020), DeBERTa (He et al. 2021), and DistilBERT
+(Sanh et al. 2019), whose teacher is the BERT of the same seed. Only what a name stands for differs: each field below.
+DeBERTa has no absolute positions before its last layer's output here, and ALBERT learns BERT's pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+from antiphon.model.checkpoints.checkpoint import load_checkpoint
+from antiphon.model.config import Disentangled
+from antiphon.model.export.export import export_bundle
+from antiphon.model.lab.data.toy_texts import toy_documents, toy_intents, toy_places
+from antiphon.model.lab.experiment import Claim, Experiment, Results
+from antiphon.model.lab.experiments.ablations import data_folder, last_record
+from antiphon.model.lab.measures.fine_tuned import fine_tune, score_of
+from antiphon.model.lab.measures.served import classify_all, serving
+from antiphon.model.lab.pictures import bars
+from antiphon.model.lab.setting import Setting
+from antiphon.model.lab.times import median_seconds
+from antiphon.model.lab.trial import Figures, Trial
+from antiphon.model.training.data.text_files import read_labelled, read_parts
+from antiphon.model.training.recipe import FineTuneRecipe, PretrainRecipe, load_any_recipe
+
+BERT, STUDENT = "BERT", "DistilBERT"
+TASKS = ("clinc150", "sst2", "wnut17")
+MEAN = "mean"
+_SERVED_TASK = TASKS[0]
+_STEPS = 4000
+_VOCAB_SIZE = 8000
+_MODEL: dict[str, object] = {"d_model": 128, "encoder_layers": 4, "num_heads": 4, "d_ff": 512}
+_TOY_MODEL: dict[str, object] = {"d_model": 32, "encoder_layers": 2, "num_heads": 4, "d_ff": 64, "max_source_len": 32}
+_EXAMPLES = 4000  # labelled texts of each task
+_TEXTS, _TOY_TEXTS = 1000, 8  # of the measurement of speed
+_RUNS = 3
+
+Changes = Mapping[str, Mapping[str, object]]
+"""Changed sections of the recipe of BERT; None stands for a field that is taken away."""
+
+_NO_PAIRS: dict[str, object] = {"next_sentences": False}
+
+
+def _changes(layers: int) -> Changes:
+    disentangled = Disentangled(span=128).model_dump()
+    return {
+        BERT: {"masking": {"copies": 10}},
+        "RoBERTa": _NO_PAIRS,
+        "ALBERT": {"model": {"share_layers": True, "embedding_width": 32}},
+        "DeBERTa": {**_NO_PAIRS, "model": {"disentangled": disentangled, "positions": "none"}},
+        STUDENT: {**_NO_PAIRS, "model": {"encoder_layers": layers // 2}, "distillation": {"temperature": 2.0}},
+    }
+
+
+def _trials(setting: Setting) -> list[Trial]:
+    shape = _TOY_MODEL if setting.is_toy else _MODEL
+    layers = shape["encoder_layers"]
+    assert isinstance(layers, int)
+    found: list[Trial] = []
+    for seed in setting.seeds:
+        teacher = None
+        for name, changes in _changes(layers).items():
+            recipe = _recipe(setting, name, seed, shape, changes)
+            trial = Trial(
+                name=name, recipe=recipe, data=data_folder(setting), teacher=teacher if name == STUDENT else None
+            )
+            teacher = trial if name == BERT else teacher
+            found.append(trial)
+    return found
+
+
+def _recipe(
+    setting: Setting, name: str, seed: int, shape: Mapping[str, object], changes: Mapping[str, object]
+) -> PretrainRecipe:
+    base = load_any_recipe("bert-small").model_dump(exclude_defaults=True)
+    steps = setting.steps(_STEPS)
+    changed_model = changes.get("model", {})
+    assert isinstance(changed_model, dict)
+    train = dict(
+        max_steps=steps, warmup_steps=max(1, steps // 10), checkpoint_every_steps=max(12, steps // 8), seed=seed
+    )
+    described = {
+        **base,
+        **changes,
+        "name": f"lab-compare-{name.lower()}",
+        "vocab_size": 320 if setting.is_toy else _VOCAB_SIZE,
+        "model": {**base["model"], **shape, **changed_model},
+        "train": {**base["train"], "optimizer": "muon", "peak_lr": 4e-3, **train},
+    }
+    if setting.is_toy:
+        described["data"] = toy_documents(setting.made_data).model_dump()
+    return PretrainRecipe.model_validate(described)
+
+
+def _task(setting: Setting, name: str, seed: int) -> FineTuneRecipe:
+    recipe = load_any_recipe(name)
+    assert isinstance(recipe, FineTuneRecipe)
+    data, train = recipe.data, recipe.train.model_copy(update={"seed": seed})
+    if setting.is_toy:
+        data = toy_places(setting.made_data) if recipe.task == "tag" else toy_intents(setting.made_data)
+        train = train.model_copy(update=dict(max_steps=12, min_steps=0, checkpoint_every_steps=12, warmup_steps=2))
+    data = data.model_copy(update={"max_train_examples": min(_EXAMPLES, data.max_train_examples or _EXAMPLES)})
+    return recipe.model_copy(update={"data": data, "train": train})
+
+
+def _measure(setting: Setting, trial: Trial, averaged: Path) -> Figures:
+    """Return the score of each task after fine-tuning, their mean, and the accuracy of pre-training."""
+    scores = {task: score_of(fine_tune(_task(setting, task, trial.seed), trial.data, averaged)) for task in TASKS}
+    masked = 100 * last_record(averaged.parent)["fill_mask_accuracy"]
+    return {**scores, MEAN: sum(scores.values()) / len(scores), "masked tokens": masked}
+
+
+def _alone(setting: Setting, trained: Mapping[str, Path]) -> Figures:
+    """Return parameters, size, memory and speed of the exported classifiers of the first seed."""
+    folders = {name: averaged.with_name(_SERVED_TASK) / "averaged" for name, averaged in trained.items()}
+    checkpoints = {name: load_checkpoint(folder) for name, folder in folders.items()}
+    bundles = {
+        name: export_bundle(
+            checkpoint, folders[name].with_name("bundle"), precisions=("int8",), explain=False, overwrite=True
+        )
+        for name, checkpoint in checkpoints.items()
+    }
+    data = _task(setting, _SERVED_TASK, setting.seeds[0]).data
+    labelled = read_parts(data_folder(setting), data, read_labelled).test
+    texts = [item.text for item in labelled[: _TOY_TEXTS if setting.is_toy else _TEXTS]]
+    with ExitStack() as stack:
+        servers = {name: stack.enter_context(serving(bundle.path, "int8")) for name, bundle in bundles.items()}
+        runs = {name: partial(classify_all, server.client, texts) for name, server in servers.items()}
+        seconds = median_seconds(runs, _RUNS)
+        memory = {name: server.peak_memory_mb for name, server in servers.items()}
+    rows = {
+        name: {
+            "parameters, million": checkpoints[name].model.num_parameters / 1e6,
+            "bundle, MB": sum(entry.size for entry in bundle.manifest.files.values()) / 1e6,
+            "memory of the server, MB": memory[name],
+            "texts/s": len(texts) / seconds[name],
+        }
+        for name, bundle in bundles.items()
+    }
+    return {f"{_SERVED_TASK}, exported in int8, one thread": rows}
+
+
+def _claims(results: Results) -> Sequence[Claim]:
+    def mean(name: str) -> str:
+        return f"{name} {results.mean(name, MEAN):.1f} ± {results.deviation(name, MEAN):.1f}"
+
+    def better(one: str, other: str, source: str, claim: str) -> Claim:
+        holds = results.is_above(one, other, MEAN)
+        return Claim(source=source, claim=claim, measured=f"mean of the tasks: {mean(one)}, {mean(other)}", holds=holds)
+
+    (rows,) = results.alone.values()
+    kept = results.mean(STUDENT, MEAN) / results.mean(BERT, MEAN)
+    faster = rows[STUDENT]["texts/s"] / rows[BERT]["texts/s"]
+    return [
+        better("RoBERTa", BERT, "Liu et al. 2019, section 4", "New masks and no pairs are better than BERT's recipe."),
+        better("DeBERTa", "RoBERTa", "He et al. 2021, section 5", "Disentangled attention is better."),
+        better(BERT, "ALBERT", "Lan et al. 2020, table 4", "Shared layers of the same width cost accuracy."),
+        Claim(
+            source="Sanh et al. 2019, section 3",
+            claim="A student with half of the layers keeps 97 % of the scores, and is 1.6 times as fast.",
+            measured=f"{100 * kept:.1f} % of the mean of the tasks, {faster:.2f} times as fast",
+            holds=kept >= 0.97 and faster >= 1.6,
+        ),
+    ]
+
+
+def _draw(results: Results, target: Path) -> None:
+    bars(results, MEAN, "mean of three tasks, %", target, marked=BERT)
+
+
+COMPARE = Experiment(
+    name="compare",
+    question="What do RoBERTa, ALBERT, DeBERTa and DistilBERT change, at the same number of training tokens as BERT?",
+    trials=_trials,
+    measure=_measure,
+    columns={
+        "clinc150": ("clinc150, accuracy, %", 1),
+        "sst2": ("sst2, accuracy, %", 1),
+        "wnut17": ("wnut17, F1, %", 1),
+        MEAN: ("mean", 1),
+        "masked tokens": ("masked tokens, %", 1),
+    },
+    claims=_claims,
+    draw=_draw,
+    alone=_alone,
+)
