@@ -34,7 +34,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Checkpoint, list[
     folder = tmp_path_factory.mktemp("trained")
     trial = toy_trial(folder)
     train(trial, folder / "run")
-    return load_checkpoint(folder / "run/averaged"), load_corpus(trial.recipe.data, trial.data).test
+    return load_checkpoint(folder / "run/averaged"), load_corpus(trial.pairs, trial.data).test
 
 
 def test_forced_log_probabilities_equal_those_of_each_pair_alone(
