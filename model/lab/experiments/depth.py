@@ -14,9 +14,9 @@ from antiphon.model.lab.pictures import curve_points, curves
 from antiphon.model.lab.setting import Setting
 from antiphon.model.lab.trial import Figures, Trial
 
-_STEPS = 400
+_STEPS = 600
 _DEPTHS = (6, 12, 24, 48)
-_TRAIN: dict[str, object] = {"peak_lr": 1e-3, "warmup_steps": 150, "schedule": "linear", "cooldown_steps": 0}
+_TRAIN: dict[str, object] = {"peak_lr": 3e-3, "warmup_steps": 150, "schedule": "linear", "cooldown_steps": 0}
 _WIDTH: dict[str, object] = {"d_model": 64, "d_ff": 128}
 _PLACEMENTS = ("post", "pre")
 # Frequencies of tokens alone give 6.04 nats on the validation part of Multi30k with 3,000 tokens. A model above this
