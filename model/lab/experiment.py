@@ -96,14 +96,14 @@ class Experiment:
 def run_trials(experiment: Experiment, setting: Setting, jobs: int) -> Results:
     """Run the trials of an experiment that have no result yet, `jobs` at a time with one thread each.
 
-    The number of jobs does not change any result. All settings run with the first seed before the next seed, and
-    students after all others.
+    The number of jobs does not change any result. All settings run with the first seed before the next seed, students
+    after all others, and trials that share a run after the first of them.
     """
     trials = sorted(experiment.trials(setting), key=lambda trial: setting.seeds.index(trial.seed))
     measure = partial(experiment.measure, setting)
     run_one = partial(run_trial, folders=setting.folders(experiment.name), measure=measure)
     finished: list[Result] = []
-    for group in ([t for t in trials if t.teacher is None], [t for t in trials if t.teacher is not None]):
+    for group in _in_order(trials):
         if jobs == 1:
             torch.set_num_threads(1)
             finished += [run_one(trial) for trial in tqdm(group, desc=experiment.name, disable=None)]
@@ -112,6 +112,14 @@ def run_trials(experiment: Experiment, setting: Setting, jobs: int) -> Results:
     return Results(
         trials={trial.name: [result for result in finished if result.name == trial.name] for trial in trials}
     )
+
+
+def _in_order(trials: Sequence[Trial]) -> list[list[Trial]]:
+    """Return groups of trials: none needs the run of another one of its group, or of a later group."""
+    first = {trial.key: trial for trial in reversed(trials)}
+    teachers = [trial for trial in trials if trial is first[trial.key] and trial.teacher is None]
+    students = [trial for trial in trials if trial is first[trial.key] and trial.teacher is not None]
+    return [teachers, students, [trial for trial in trials if trial is not first[trial.key]]]
 
 
 def _run_in_processes(

@@ -12,7 +12,8 @@ from antiphon.model.lab.experiments.depth import DEPTH
 from antiphon.model.lab.experiments.heads import HEADS
 from antiphon.model.lab.experiments.length import LENGTH
 from antiphon.model.lab.experiments.scan import SCAN
+from antiphon.model.lab.experiments.transfer import TRANSFER
 
-_ALL = (ABLATIONS, DEPTH, LENGTH, SCAN, ALGORITHMIC, COMPLEXITY, DECODING, HEADS, COMPARE)
+_ALL = (ABLATIONS, DEPTH, LENGTH, SCAN, ALGORITHMIC, COMPLEXITY, DECODING, HEADS, COMPARE, TRANSFER)
 
 EXPERIMENTS: dict[str, Experiment] = {experiment.name: experiment for experiment in _ALL}

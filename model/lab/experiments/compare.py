@@ -41,13 +41,11 @@ _JOINED, _TOY_JOINED = 8, 1
 _TEXTS, _TOY_TEXTS = 400, 8
 _RUNS = 3
 
-Changes = Mapping[str, Mapping[str, object]]
-"""Changed sections of the recipe of BERT; None stands for a field that is taken away."""
-
 _NO_PAIRS: dict[str, object] = {"next_sentences": False}
 
 
-def _changes(layers: int) -> Changes:
+def _changes(layers: int) -> Mapping[str, Mapping[str, object]]:
+    """Return the changed sections of the recipe of each kind; `layers` is their number in all but the student."""
     disentangled = Disentangled(span=128).model_dump()
     return {
         BERT: {"masking": {"copies": 10}},
@@ -58,7 +56,8 @@ def _changes(layers: int) -> Changes:
     }
 
 
-def _trials(setting: Setting) -> list[Trial]:
+def trials(setting: Setting) -> list[Trial]:
+    """Return a trial for each kind of encoder and seed."""
     shape = _TOY_MODEL if setting.is_toy else _MODEL
     layers = shape["encoder_layers"]
     assert isinstance(layers, int)
@@ -98,20 +97,24 @@ def _recipe(
     return PretrainRecipe.model_validate(described)
 
 
-def _task(setting: Setting, name: str, seed: int) -> FineTuneRecipe:
+def task_recipe(setting: Setting, name: str, seed: int, max_train_examples: int | None) -> FineTuneRecipe:
+    """Return the recipe of a task that learns from at most that many texts; at toy size with artificial data."""
     recipe = load_any_recipe(name)
     assert isinstance(recipe, FineTuneRecipe)
     data, train = recipe.data, recipe.train.model_copy(update={"seed": seed})
     if setting.is_toy:
         data = toy_places(setting.made_data) if recipe.task == "tag" else toy_intents(setting.made_data)
         train = train.model_copy(update=dict(max_steps=12, min_steps=0, checkpoint_every_steps=12, warmup_steps=2))
-    data = data.model_copy(update={"max_train_examples": min(_EXAMPLES, data.max_train_examples or _EXAMPLES)})
+    data = data.model_copy(update={"max_train_examples": max_train_examples})
     return recipe.model_copy(update={"data": data, "train": train})
 
 
 def _measure(setting: Setting, trial: Trial, averaged: Path) -> Figures:
     """Return the score of each task after fine-tuning, their mean, and the accuracy of pre-training."""
-    scores = {task: score_of(fine_tune(_task(setting, task, trial.seed), trial.data, averaged)) for task in TASKS}
+    scores = {
+        task: score_of(fine_tune(task_recipe(setting, task, trial.seed, _EXAMPLES), trial.data, averaged))
+        for task in TASKS
+    }
     masked = 100 * last_record(averaged.parent)["fill_mask_accuracy"]
     return {**scores, MEAN: sum(scores.values()) / len(scores), "masked tokens": masked}
 
@@ -146,7 +149,7 @@ def _alone(setting: Setting, trained: Mapping[str, Path]) -> Figures:
 
 def _texts(setting: Setting) -> list[str]:
     """Return the texts of the measurement of speed: sentences of the served task's test part."""
-    data = _task(setting, _SERVED_TASK, setting.seeds[0]).data
+    data = task_recipe(setting, _SERVED_TASK, setting.seeds[0], None).data
     count, joined = (_TOY_TEXTS, _TOY_JOINED) if setting.is_toy else (_TEXTS, _JOINED)
     sentences = [item.text for item in read_parts(data_folder(setting), data, read_labelled).test]
     return [" ".join(sentences[start : start + joined]) for start in range(0, count * joined, joined)]
@@ -183,7 +186,7 @@ def _draw(results: Results, target: Path) -> None:
 COMPARE = Experiment(
     name="compare",
     question="What do RoBERTa, ALBERT, DeBERTa and DistilBERT change, at the same number of training tokens as BERT?",
-    trials=_trials,
+    trials=trials,
     measure=_measure,
     columns={
         "clinc150": ("clinc150, accuracy, %", 1),

@@ -12,12 +12,11 @@ from antiphon.model.training.train import Trainer
 
 
 def fine_tune(recipe: FineTuneRecipe, data: Path, averaged: Path, *, keep_weights: bool = True) -> Path:
-    """Fine-tune the checkpoint `averaged` in a folder beside it, once; return the folder of the new checkpoint.
+    """Fine-tune the checkpoint `averaged`, once, in a folder with the recipe's name beside it; return the new one.
 
     keep_weights: False: begin with random weights of the same shape.
     """
-    start = "" if keep_weights else "-random"
-    folder = averaged.with_name(f"{recipe.name}{start}")
+    folder = averaged.with_name(recipe.name)
     if not (folder / "averaged" / "scores.json").is_file():
         init = load_checkpoint(averaged)
         Trainer(recipe, data, folder, Group.join(), init=init, keep_weights=keep_weights).run()
