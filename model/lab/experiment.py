@@ -49,6 +49,13 @@ class Results:
         """Return the standard deviation of a figure over seeds; 0 for fewer than two."""
         return statistics.stdev(values) if len(values := self.values(name, figure)) > 1 else 0.0
 
+    def shown(self, name: str, figure: str, form: str = ".1f") -> str:
+        """Return the mean of a figure with its deviation over seeds, if it has several; "-" without any value."""
+        if not (values := self.values(name, figure)):
+            return "-"
+        spread = f" ± {self.deviation(name, figure):{form}}" if len(values) > 1 else ""
+        return f"{self.mean(name, figure):{form}}{spread}"
+
     def is_above(self, one: str, other: str, figure: str) -> bool | None:
         """Return whether a figure of one setting is above that of another.
 

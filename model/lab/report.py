@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-import torch
-
-from antiphon.model.bundle.machine import processor_name
 from antiphon.model.lab.experiment import Claim, Experiment, Results
+from antiphon.model.lab.machine import machine
 from antiphon.model.lab.setting import Setting
 
 _VERDICTS = {True: "holds", False: "**contradicted**", None: "not decided"}
@@ -25,7 +22,6 @@ def write_report(experiment: Experiment, results: Results, setting: Setting, com
         "experiment": experiment.name,
         "question": experiment.question,
         "command": command,
-        "machine": machine(),
         "scale": setting.scale,
         "seeds": setting.seeds,
         "trials": [asdict(result) for group in results.trials.values() for result in group],
@@ -56,8 +52,20 @@ def _page(experiment: Experiment, results: Results, claims: Sequence[Claim], com
         *_tables_alone(results),
         f"    {command}",
         "",
-        f"On {machine()}.",
+        *_machines(results),
     ]
+
+
+def _machines(results: Results) -> list[str]:
+    """Return a line for each machine of the trials, with its seeds if there are several, and one for figures alone."""
+    seeds: dict[str, set[int]] = {}
+    for result in (one for group in results.trials.values() for one in group):
+        seeds.setdefault(result.machine, set()).add(result.seed)
+    if len(seeds) == 1:
+        lines = [f"On {name}." for name in seeds]
+    else:
+        lines = [f"- seeds {', '.join(map(str, sorted(numbers)))}: {name}" for name, numbers in seeds.items()]
+    return lines + ([f"- figures measured alone: {machine()}"] if results.alone and [*seeds] != [machine()] else [])
 
 
 def table(experiment: Experiment, results: Results) -> list[str]:
@@ -83,9 +91,7 @@ def _tables_alone(results: Results) -> list[str]:
 
 
 def _cell(results: Results, name: str, figure: str, decimals: int) -> str:
-    if not results.values(name, figure):
-        return "-"
-    return f"{results.mean(name, figure):.{decimals}f} ± {results.deviation(name, figure):.{decimals}f}"
+    return results.shown(name, figure, f".{decimals}f")
 
 
 def claim_table(claims: Sequence[Claim]) -> list[str]:
@@ -98,10 +104,3 @@ def claim_table(claims: Sequence[Claim]) -> list[str]:
 
 def _row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
-
-
-def machine() -> str:
-    """Return processor, number of cores and version of torch."""
-    if torch.cuda.is_available():
-        return f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
-    return f"{processor_name()}, {os.cpu_count()} cores, torch {torch.__version__}"

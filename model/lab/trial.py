@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from antiphon.model.checkpoints.checkpoint import load_checkpoint
+from antiphon.model.lab.machine import machine
 from antiphon.model.training.group import Group
 from antiphon.model.training.recipe import PretrainRecipe, Recipe
 from antiphon.model.training.recipe_data import DataConfig
@@ -68,7 +69,7 @@ class Result:
     """Figures of a finished trial.
 
     diverged: message of a training run whose loss was not finite; its figures are empty.
-    curve: records of metrics.jsonl without times.
+    curve: records of metrics.jsonl without times. machine: where it was trained.
     """
 
     name: str
@@ -76,6 +77,7 @@ class Result:
     figures: Figures
     curve: list[Figures]
     train_s: float
+    machine: str
     diverged: str | None = None
 
 
@@ -104,7 +106,7 @@ def run_trial(trial: Trial, folders: Folders, measure: Measure) -> Result:
 
 
 def train(trial: Trial, run: Path) -> dict[str, Any]:
-    """Train a trial in its run folder, or resume it; return train_s and diverged of its Result.
+    """Train a trial in its run folder, or resume it; return train_s, machine and diverged of its Result.
 
     The teacher's run must be finished, in a folder beside this one. Raises CheckpointError if it is not there.
     """
@@ -118,7 +120,7 @@ def train(trial: Trial, run: Path) -> dict[str, Any]:
             Trainer(trial.recipe, trial.data, run, Group.join(), teacher=teacher, open_task=trial.open_task).run()
         except TrainingDiverged as error:
             diverged = str(error)
-        _write(path, {"train_s": time.monotonic() - started_s, "diverged": diverged})
+        _write(path, {"train_s": time.monotonic() - started_s, "diverged": diverged, "machine": machine()})
         shutil.rmtree(run / "checkpoints", ignore_errors=True)  # a finished run needs only its averaged weights
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return found

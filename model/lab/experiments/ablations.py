@@ -120,7 +120,7 @@ def _trials(setting: Setting) -> list[Trial]:
 
 def _claims(results: Results) -> Sequence[Claim]:
     def score(name: str) -> str:
-        return f"{results.mean(name, 'bleu'):.1f} ± {results.deviation(name, 'bleu'):.1f}"
+        return results.shown(name, "bleu")
 
     def below(name: str, source: str, claim: str) -> Claim:
         against = f"BLEU {score(name)}, baseline {score(BASELINE)}"

@@ -46,7 +46,7 @@ def _renamed(name: str, sizes: Sizes) -> str:
 
 def _claims(results: Results) -> Sequence[Claim]:
     def accuracy(name: str, part: str) -> str:
-        return f"{name} {results.mean(name, part):.1f} ± {results.deviation(name, part):.1f} %"
+        return f"{name} {results.shown(name, part)} %"
 
     found = [
         Claim(

@@ -156,12 +156,9 @@ def _texts(setting: Setting) -> list[str]:
 
 
 def _claims(results: Results) -> Sequence[Claim]:
-    def mean(name: str) -> str:
-        return f"{name} {results.mean(name, MEAN):.1f} ± {results.deviation(name, MEAN):.1f}"
-
     def better(one: str, other: str, source: str, claim: str) -> Claim:
-        holds = results.is_above(one, other, MEAN)
-        return Claim(source=source, claim=claim, measured=f"mean of the tasks: {mean(one)}, {mean(other)}", holds=holds)
+        measured = ", ".join(f"{name} {results.shown(name, MEAN)}" for name in (one, other))
+        return Claim(source=source, claim=claim, measured=measured, holds=results.is_above(one, other, MEAN))
 
     (rows,) = results.alone.values()
     kept = results.mean(STUDENT, MEAN) / results.mean(BERT, MEAN)

@@ -124,7 +124,7 @@ def _model_claims(results: Results) -> list[Claim]:
     speed = results.alone[_SPEED]
 
     def far(name: str) -> str:
-        return f"{name} {results.mean(name, 'far over near'):.3g} ± {results.deviation(name, 'far over near'):.2g}"
+        return f"{name} {results.shown(name, 'far over near', '.3g')}"
 
     def faster(figure: str, claim: str) -> Claim:
         measured = f"{figure}: {', '.join(f'{name} {values[figure]:,.0f}' for name, values in speed.items())}"

@@ -50,7 +50,7 @@ def _measure(setting: Setting, trial: Trial, averaged: Path) -> Figures:
 
 def _claims(results: Results) -> Sequence[Claim]:
     def loss(name: str) -> str:
-        return f"{results.mean(name, 'valid_loss'):.2f} ± {results.deviation(name, 'valid_loss'):.2f}"
+        return results.shown(name, "valid_loss", ".2f")
 
     def is_unlearned(name: str) -> bool:
         return results.has_diverged(name) or results.mean(name, "valid_loss") > _UNLEARNED_NATS

@@ -129,7 +129,7 @@ def _seconds(bundles: Mapping[str, Bundle], sources: Sequence[str]) -> dict[str,
 
 def _claims(results: Results) -> Sequence[Claim]:
     def score(figure: str) -> str:
-        return f"{results.mean(_SETTING, figure):.1f} ± {results.deviation(_SETTING, figure):.1f}"
+        return results.shown(_SETTING, figure)
 
     def drop(figure: str) -> float:
         return results.mean(_SETTING, f"bleu {_WHOLE}") - results.mean(_SETTING, figure)

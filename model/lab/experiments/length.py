@@ -127,7 +127,7 @@ def _largest_difference(checkpoint: Checkpoint, bundle: Path, pairs: Sequence[Pa
 def _claims(results: Results) -> Sequence[Claim]:
     def accuracy(name: str, factor: float) -> str:
         figure = f"tokens {factor:g}"
-        return f"{results.mean(name, figure):.0f} ± {results.deviation(name, figure):.0f} %"
+        return f"{results.shown(name, figure, '.0f')} %"
 
     differences = [figures[_DIFFERENCE] for figures in results.alone.get(_SERVED, {}).values()]
     worst = max(differences, default=float("nan"))

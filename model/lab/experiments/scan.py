@@ -44,7 +44,7 @@ def _claims(results: Results) -> Sequence[Claim]:
 
     def measured(split: str, models: Sequence[str] = MODELS) -> str:
         def of(name: str) -> str:
-            return f"{name} {results.mean(name, 'exact'):.1f} ± {results.deviation(name, 'exact'):.1f} %"
+            return f"{name} {results.shown(name, 'exact')} %"
 
         return ", ".join(of(f"{split} {model}") for model in models)
 

@@ -18,7 +18,9 @@ from tests.unit.lab.settings import toy_setting
 def result(name: str, seed: int, value: float | None) -> Result:
     figures = {} if value is None else {"bleu": value}
     diverged = "loss is nan in step 3" if value is None else None
-    return Result(name=name, seed=seed, figures=figures, curve=[], train_s=1.0, diverged=diverged)
+    return Result(
+        name=name, seed=seed, figures=figures, curve=[], train_s=1.0, machine=f"machine {seed % 2}", diverged=diverged
+    )
 
 
 VALUES: dict[str, tuple[float | None, ...]] = {
@@ -78,7 +80,15 @@ def test_report_prints_contradictions_as_such(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "example.json").read_text())
     assert [trial["figures"].get("bleu") for trial in found["trials"]] == [v for vs in VALUES.values() for v in vs]
     assert found["command"] == "antiphon lab example"
-    assert found["machine"]
+    assert {trial["machine"] for trial in found["trials"]} == {"machine 0", "machine 1"}
+    assert "- seeds 1, 3: machine 1\n- seeds 2: machine 0\n" in page
+
+
+def test_figure_of_one_seed_has_no_deviation_and_of_none_no_value() -> None:
+    one = Results(trials={"good": [result("good", 1, 30.26)], "broken": [result("broken", 1, None)]})
+    assert one.shown("good", "bleu") == "30.3"
+    assert one.shown("broken", "bleu") == "-"
+    assert RESULTS.shown("good", "bleu", ".2f") == "31.50 ± 1.50"
 
 
 @pytest.mark.parametrize(
