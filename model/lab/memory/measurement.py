@@ -6,6 +6,7 @@ which does not depend on other processes. Weights, optimiser state and tables ex
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 
 import torch
@@ -32,6 +33,8 @@ def allocated_peak(run: Callable[[], object]) -> int:
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    # Otherwise the profiler of torch 2.13 writes two lines to standard error each time.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     try:
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
             run()
