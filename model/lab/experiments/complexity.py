@@ -134,9 +134,9 @@ def _model_claims(results: Results) -> list[Claim]:
     return [
         Claim(
             source="Vaswani et al. 2017, section 4",
-            claim="The gradient reaches distant tokens in attention; in an LSTM it fades.",
+            claim="The gradient reaches distant tokens in attention; in an LSTM it fades to less than half of that.",
             measured=f"untrained, farthest over nearest token: {far(transformer)}, {far(lstm)}",
-            holds=results.is_above(transformer, lstm, "far over near"),
+            holds=results.mean(lstm, "far over near") < results.mean(transformer, "far over near") / 2,
         ),
         faster(TRAINING, "The Transformer trains faster, because positions run in parallel (here on one core)."),
     ]
