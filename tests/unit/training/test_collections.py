@@ -103,8 +103,14 @@ def test_share_of_split_tokens_is_the_rate() -> None:
 
 @pytest.mark.skipif(DATA is None, reason="ANTIPHON_DATA does not name a folder with the training data")
 def test_held_out_pairs_of_tatoeba_are_those_of_the_recipe_of_tatoeba_alone() -> None:
-    folder = Path(str(DATA))
-    parts = load_collections(load_recipe("open-en-de").data, folder)
+    folder, data = Path(str(DATA)), load_recipe("open-en-de").data
+    # `antiphon corpus` makes the files of some collections; they are not in every data folder.
+    there = tuple(collection for collection in data.collections if (folder / collection.path).is_file())
+    assert {collection.name for collection in data.collections if collection not in there} <= {
+        "ding-sentences",
+        "ding-words",
+    }
+    parts = load_collections(data.model_copy(update={"collections": there}), folder)
     alone = load_corpus(load_recipe("tatoeba-en-de").data, folder)
     assert parts["tatoeba"].test == alone.test
     assert len(alone.train) * 0.99 < len(parts["tatoeba"].train) <= len(alone.train)
