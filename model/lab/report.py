@@ -45,7 +45,7 @@ def _page(experiment: Experiment, results: Results, claims: Sequence[Claim], com
         "",
         *table(experiment, results),
         "",
-        f"Mean and standard deviation over {len(first)} seed{'s' if len(first) != 1 else ''}.",
+        f"Mean and standard deviation over {len(first)} seeds." if len(first) > 1 else "One seed.",
         "",
         *claim_table(claims),
         "",
