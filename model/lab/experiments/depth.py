@@ -10,7 +10,7 @@ from pathlib import Path
 
 from antiphon.model.lab.experiment import Claim, Experiment, Results
 from antiphon.model.lab.experiments.ablations import Changes, last_record, trials_of
-from antiphon.model.lab.pictures import curve_points, curves
+from antiphon.model.lab.pictures import Panel, Points, curve_points, panels
 from antiphon.model.lab.setting import Setting
 from antiphon.model.lab.trial import Figures, Trial
 
@@ -19,6 +19,7 @@ _DEPTHS = (6, 12, 24, 48)
 _TRAIN: dict[str, object] = {"peak_lr": 3e-3, "warmup_steps": 150, "schedule": "linear", "cooldown_steps": 0}
 _WIDTH: dict[str, object] = {"d_model": 64, "d_ff": 128}
 _PLACEMENTS = ("post", "pre")
+_NO_WARMUP = ", no warmup"
 # Frequencies of tokens alone give 6.04 nats on the validation part of Multi30k with 3,000 tokens. A model above this
 # limit has learned little more.
 _UNLEARNED_NATS = 5.5
@@ -33,7 +34,7 @@ def _changes(setting: Setting) -> Changes:
         f"{placement} {depth}": (model(placement, depth), _TRAIN) for depth in _DEPTHS for placement in _PLACEMENTS
     }
     without = {
-        f"{placement} {depth}, no warmup": (model(placement, depth), {**_TRAIN, "warmup_steps": 1})
+        f"{placement} {depth}{_NO_WARMUP}": (model(placement, depth), {**_TRAIN, "warmup_steps": 1})
         for depth in (6, 12)
         for placement in _PLACEMENTS
     }
@@ -65,8 +66,8 @@ def _claims(results: Results) -> Sequence[Claim]:
         for depth in _DEPTHS
     ]
     for depth in (6, 12):
-        name = f"post {depth}, no warmup"
-        pre = f"pre {depth}, no warmup"
+        name = f"post {depth}{_NO_WARMUP}"
+        pre = f"pre {depth}{_NO_WARMUP}"
         found.append(
             Claim(
                 source="Xiong et al. 2020, section 3",
@@ -79,8 +80,32 @@ def _claims(results: Results) -> Sequence[Claim]:
 
 
 def _draw(results: Results, target: Path) -> None:
-    series = {name: curve_points(results, name, "valid_loss") for name in results.trials}
-    curves(series, target, xlabel="step", ylabel="validation loss, nats per token")
+    def by_depth(placement: str, ending: str) -> Points:
+        names = {depth: f"{placement} {depth}{ending}" for depth in _DEPTHS}
+        return {depth: results.values(name, "valid_loss") for depth, name in names.items() if name in results.trials}
+
+    endings = ("", _NO_WARMUP)
+    loss = "validation loss, nats per token"
+    panels(
+        [
+            Panel(
+                series={
+                    f"{placement}{ending}": by_depth(placement, ending)
+                    for ending in endings
+                    for placement in _PLACEMENTS
+                },
+                labels=dict(xlabel="encoder layers", ylabel=loss, xscale="log"),
+            ),
+            Panel(
+                series={
+                    name: curve_points(results, name, "valid_loss")
+                    for name in (f"{placement} 12{ending}" for ending in endings for placement in _PLACEMENTS)
+                },
+                labels=dict(xlabel="step", ylabel=loss),
+            ),
+        ],
+        target,
+    )
 
 
 DEPTH = Experiment(
