@@ -117,6 +117,8 @@ def test_static_masks_return_after_their_copies_and_dynamic_ones_do_not(tmp_path
     task = PretrainTask(recipe, RunFolders(data=tmp_path, run=tmp_path / "run", group=GROUP))
     first, *later = (masked_texts(task, epoch) for epoch in range(1, 5))
     assert [found == first for found in later] == {None: [False] * 3, 1: [True] * 3, 3: [False, False, True]}[copies]
+    places = {tuple(label != IGNORED_LABEL for label in labels) for _, labels in first if len(labels) == 8}
+    assert len(places) > 1, "texts of one length have masks of their own"
     plans = [[sorted(batch) for batch in task.batches("train", epoch).plan] for epoch in (1, 4)]
     assert plans[0] != plans[1], "batches are in another order in every epoch"
 
