@@ -64,7 +64,7 @@ def _machines(results: Results) -> list[str]:
     if len(seeds) == 1:
         lines = [f"On {name}." for name in seeds]
     else:
-        lines = [f"- seeds {', '.join(map(str, sorted(numbers)))}: {name}" for name, numbers in seeds.items()]
+        lines = [f"- seed {', '.join(map(str, sorted(numbers)))}: {name}" for name, numbers in seeds.items()]
     return lines + ([f"- figures measured alone: {machine()}"] if results.alone and [*seeds] != [machine()] else [])
 
 

@@ -1,8 +1,8 @@
 """Experiment `compare`: five kinds of encoders, pre-trained on the same number of tokens and fine-tuned on three tasks.
 
 BERT (Devlin et al. 2019), RoBERTa (Liu et al. 2019), ALBERT (Lan et al. 2020), DeBERTa (He et al. 2021), and DistilBERT
-(Sanh et al. 2019), whose teacher is the BERT of the same seed. Only what a name stands for differs: each field below.
-DeBERTa has no absolute positions before its last layer's output here, and ALBERT learns BERT's pairs.
+(Sanh et al. 2019), whose teacher is the BERT of the same seed. Apart from `_changes` all recipes are the same. DeBERTa
+is without its enhanced mask decoder here, so it has no absolute positions; ALBERT learns BERT's pairs.
 """
 
 from __future__ import annotations
@@ -121,7 +121,8 @@ def _measure(setting: Setting, trial: Trial, averaged: Path) -> Figures:
 
 def _alone(setting: Setting, trained: Mapping[str, Path]) -> Figures:
     """Return parameters, size, memory and speed of the exported classifiers of the first seed."""
-    folders = {name: averaged.with_name(_SERVED_TASK) / "averaged" for name, averaged in trained.items()}
+    recipe = task_recipe(setting, _SERVED_TASK, setting.seeds[0], _EXAMPLES)
+    folders = {name: fine_tune(recipe, data_folder(setting), averaged) for name, averaged in trained.items()}
     checkpoints = {name: load_checkpoint(folder) for name, folder in folders.items()}
     bundles = {
         name: export_bundle(

@@ -76,9 +76,9 @@ def _claims(results: Results) -> Sequence[Claim]:
     whole, frozen = ("pre-trained", "random"), ("pre-trained, frozen", "random, frozen")
     return [
         *wins(*whole, 100, howard, "With 100 texts pre-training is better than random weights."),
-        *wins(*whole, 1000, howard, "With 1,000 texts, too."),
-        *wins(*whole, None, devlin, "With all texts, too."),
-        *wins(*frozen, None, devlin, "States of a frozen encoder hold what tasks need."),
+        *wins(*whole, 1000, howard, "With 1,000 texts pre-training is better, too."),
+        *wins(*whole, None, devlin, "With all texts pre-training is better, too."),
+        *wins(*frozen, None, devlin, "A frozen pre-trained encoder is better than a frozen random one."),
     ]
 
 

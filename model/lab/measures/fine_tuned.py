@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -12,11 +13,12 @@ from antiphon.model.training.train import Trainer
 
 
 def fine_tune(recipe: FineTuneRecipe, data: Path, averaged: Path, *, keep_weights: bool = True) -> Path:
-    """Fine-tune the checkpoint `averaged`, once, in a folder with the recipe's name beside it; return the new one.
+    """Fine-tune the checkpoint `averaged`, once for each recipe, in a folder beside it; return the new checkpoint.
 
     keep_weights: False: begin with random weights of the same shape.
     """
-    folder = averaged.with_name(recipe.name)
+    described = f"{recipe.model_dump_json(exclude_defaults=True)}|{keep_weights}"
+    folder = averaged.with_name(f"{recipe.name}.{hashlib.sha256(described.encode()).hexdigest()[:8]}")
     if not (folder / "averaged" / "scores.json").is_file():
         init = load_checkpoint(averaged)
         Trainer(recipe, data, folder, Group.join(), init=init, keep_weights=keep_weights).run()

@@ -112,7 +112,8 @@ class PretrainTask(TransformerTask[PretrainRecipe]):
             plain = self.recipe.model_config_for(self.tokenizer.vocab_size)
             heads = pretraining_heads(plain, pairs=self.recipe.has_pairs)
             return self.recipe.model_config_for(self.tokenizer.vocab_size, heads)
-        kept = tuple(head for head in init.config.heads if head.task in ("fill_mask", "next_sentence"))
+        learned = ("fill_mask", "next_sentence") if self.recipe.next_sentences else ("fill_mask",)
+        kept = tuple(head for head in init.config.heads if head.task in learned)
         if "fill_mask" not in [head.task for head in kept]:
             raise CheckpointError("--init: the model has no fill_mask head; pre-training needs one")
         return ModelConfig.model_validate({**init.config.model_dump(), "heads": kept})

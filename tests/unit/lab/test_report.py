@@ -81,7 +81,7 @@ def test_report_prints_contradictions_as_such(tmp_path: Path) -> None:
     assert [trial["figures"].get("bleu") for trial in found["trials"]] == [v for vs in VALUES.values() for v in vs]
     assert found["command"] == "antiphon lab example"
     assert {trial["machine"] for trial in found["trials"]} == {"machine 0", "machine 1"}
-    assert "- seeds 1, 3: machine 1\n- seeds 2: machine 0\n" in page
+    assert "- seed 1, 3: machine 1\n- seed 2: machine 0\n" in page
 
 
 def test_figure_of_one_seed_has_no_deviation_and_of_none_no_value() -> None:

@@ -11,7 +11,7 @@ from antiphon.model.checkpoints.checkpoint import CheckpointError, load_checkpoi
 from antiphon.model.training.data.encoder_data import EncoderBatch
 from antiphon.model.training.data.translation_data import IGNORED_LABEL
 from antiphon.model.training.recipe import Distillation, PretrainRecipe, RecipeError
-from antiphon.model.training.tasks.distill_task import taught_layers
+from antiphon.model.training.tasks.distill_task import DistillTask, taught_layers
 from antiphon.model.training.tasks.distillation_loss import DistillationLoss
 from antiphon.model.training.train import Trainer
 from antiphon.model.transformer.transformer import Transformer
@@ -111,6 +111,15 @@ def test_student_learns_and_the_teacher_does_not_change(tmp_path: Path, teacher:
     assert student.config.encoder_layers == 1
     assert student.provenance is not None
     assert student.provenance.recipe == "commands; student"
+
+
+def test_student_continues_from_a_model_with_another_head(tmp_path: Path, teacher: Path) -> None:
+    """The teacher itself as initial checkpoint has a head for pairs, which the student does not learn."""
+    recipe, taught = student_recipe(tmp_path, {"encoder_layers": 2}, max_steps=2), load_checkpoint(teacher)
+    trainer = Trainer(recipe, tmp_path, tmp_path / "student", GROUP, init=taught, teacher=load_checkpoint(teacher))
+    assert isinstance(trainer.task, DistillTask)
+    assert [head.task for head in trainer.task.config.heads] == ["fill_mask"]
+    assert trainer.run() is not None
 
 
 @pytest.mark.parametrize(
