@@ -12,9 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from antiphon.model.training.corpora.debian_docs import write_corpus
+from antiphon.model.training.corpora.debian_games import write_games
 from antiphon.model.training.corpora.ding import write_pairs
 from antiphon.model.training.corpora.jane_austen import write_novels
-from antiphon.model.training.corpora.package_list import CorpusError, load_packages
+from antiphon.model.training.corpora.package_list import CorpusError, load_packages, load_programs
 
 
 def _write_documents(debs: Path, output: Path) -> list[Path]:
@@ -26,8 +27,13 @@ def _write_documents(debs: Path, output: Path) -> list[Path]:
     return [target]
 
 
+def _write_games(debs: Path, output: Path) -> list[Path]:
+    return write_games(load_programs(), debs, output)
+
+
 CORPORA: Mapping[str, Callable[[Path, Path], Sequence[Path]]] = {
     "debian-docs": _write_documents,
+    "debian-games": _write_games,
     "ding": write_pairs,
     "jane-austen": write_novels,
 }
