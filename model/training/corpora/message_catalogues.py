@@ -40,15 +40,14 @@ def catalogue_pairs(content: bytes) -> Iterator[Pair]:
 def _messages(content: bytes) -> Iterator[Pair]:
     """Yield each message and its translation in UTF-8, of plural forms the first, without the context.
 
-    Format: GNU gettext manual, "The Format of GNU MO Files".
+    The header is the translation of the empty message. Format: GNU gettext manual, "The Format of GNU MO Files".
     """
     try:
         order = _BYTE_ORDERS[content[:4]]
         count, sources, targets = struct.unpack_from(f"{order}3I", content, 8)
         for index in range(count):
             source, target = (_text(content, order, table + 8 * index) for table in (sources, targets))
-            if source:  # the empty message is the header
-                yield source.rpartition(_CONTEXT_END)[2], target
+            yield source.rpartition(_CONTEXT_END)[2], target
     except (KeyError, struct.error, UnicodeDecodeError) as error:
         raise ValueError(f"not a message catalogue in UTF-8: {error!r}") from None
 

@@ -72,18 +72,14 @@ def test_other_content_is_refused(content: bytes) -> None:
             "Der erste Teil\n\nDer zweite Teil",
             [("The first part", "Der erste Teil"), ("The second part", "Der zweite Teil")],
         ),
-        (
-            "Hello <b>old</b><br>friend &lt;3!",
-            "Hallo <color_red>alter</color>\nFreund &lt;3!",
-            [],
-        ),
+        ("Here is &quot;home&quot;", "Hier ist &quot;daheim&quot;", [('Here is "home"', 'Hier ist "daheim"')]),
         (
             "Hello <b>old</b><br>friend!",
             "Hallo <color_red>alter</color>\nFreund!",
             [("Hello old friend!", "Hallo alter Freund!")],
         ),
     ],
-    ids=["sentences", "paragraphs", "escaped sign", "formatting"],
+    ids=["sentences", "paragraphs", "escaped signs", "formatting"],
 )
 def test_texts_are_cut_and_without_formatting(source: str, target: str, pairs: list[tuple[str, str]]) -> None:
     assert list(text_pairs(source, target)) == pairs
@@ -95,6 +91,10 @@ def test_texts_are_cut_and_without_formatting(source: str, target: str, pairs: l
         ("He came in. He sat down.", "Er kam herein und setzte sich."),
         ("It is 90% full", "Es ist zu 90% voll"),
         ("Is this your dog?", "Ist das Ihr Hund?"),
+        (
+            "Yes. He came in from the cold rain with all of his friends and sat down.",
+            "Er kam aus dem kalten Regen herein mit allen seinen Freunden und setzte sich. Ja.",
+        ),
         ("Not much more to say", "Dazu gibt es hier nicht mehr viel zu sagen"),
     ],
 )
@@ -113,7 +113,10 @@ def test_plain_text_is_kept(source: str, target: str) -> None:
         pytest.param("Commodore 64 Basic", "Commodore 64 Basic", id="not translated"),
         pytest.param("Old town", "Die alte Stadt", id="two words"),
         pytest.param("Where do you come from?", "Woher kommt Ihr?", id="old address"),
-        pytest.param("Not much to say", "Dazu gibt es hier wirklich sehr viel mehr zu sagen, als man meint", id="long"),
+        pytest.param(
+            "Not much to say", "Dazu gibt es hier wirklich sehr viel mehr zu sagen, als man meint", id="longer"
+        ),
+        pytest.param("so very " * 41, "so sehr " * 41, id="82 words"),
     ],
 )
 def test_other_texts_are_left_out(source: str, target: str) -> None:
@@ -123,7 +126,8 @@ def test_other_texts_are_left_out(source: str, target: str) -> None:
 @needs_dpkg
 def test_each_program_has_a_file_and_each_pair_is_in_one(tmp_path: Path) -> None:
     file = "usr/share/locale/de/LC_MESSAGES/toy.mo"
-    package = {**build_package(tmp_path, {file: catalogue(MESSAGES)}), "files": ["*/de/LC_MESSAGES/*.mo"]}
+    content = catalogue({**MESSAGES, "book\x04The city is old.": "Die Stadt ist alt."})
+    package = {**build_package(tmp_path, {file: content}), "files": ["*/de/LC_MESSAGES/*.mo"]}
     programs = [
         Program.model_validate({"name": name, "licence": "MIT", "package": [package]}) for name in ("one", "two")
     ]
