@@ -65,6 +65,10 @@ def _plot(axes: Any, panel: Panel) -> None:
             alpha=0.2,
         )
     axes.set(**panel.labels)
+    if panel.labels.get("xscale") == "log":  # measured places are few, and powers of ten are not among them
+        places = sorted({place for points in panel.series.values() for place in points})
+        axes.set_xticks(places, labels=[f"{place:g}" for place in places])
+        axes.xaxis.minorticks_off()
     if panel.series:
         axes.legend(fontsize=8)
 
