@@ -112,7 +112,7 @@ def _claims(results: Results) -> Sequence[Claim]:
     cached, recomputation = (growth(results.alone[_CACHING], kind) for kind in ("cached", "recomputed"))
     search = results.alone[_SEARCH]
     gain = search["beam 4"]["BLEU"] - search["greedy"]["BLEU"]
-    noise = results.deviation(BASELINE, "bleu")  # the searches are of the first seed's model
+    noise = results.deviation(BASELINE, "bleu")  # only one model was searched; other seeds differ by this
 
     def scores(*names: str) -> str:
         return ", ".join(
