@@ -71,7 +71,16 @@ def test_greedy_equals_ctranslate2_with_parts_of_t5(tmp_path: Path) -> None:
     check_greedy(tmp_path, preset("tiny", vocab_size=300, **t5), seed=7)
 
 
-@pytest.mark.parametrize(("field", "value"), [("positions", "rope"), ("activation", "tanh")])
+@pytest.mark.parametrize("norm_placement", ["pre", "post"])
+@pytest.mark.parametrize("rope_theta", [100.0, 10000.0])
+def test_greedy_equals_ctranslate2_with_rotated_positions(
+    tmp_path: Path, norm_placement: str, rope_theta: float
+) -> None:
+    rope = dict(positions="rope", rope_theta=rope_theta, norm_placement=norm_placement)
+    check_greedy(tmp_path, preset("tiny", vocab_size=300, **rope), seed=9)
+
+
+@pytest.mark.parametrize(("field", "value"), [("positions", "alibi"), ("activation", "tanh")])
 def test_conversion_refuses_models_that_ctranslate2_does_not_support(tmp_path: Path, field: str, value: str) -> None:
     checkpoint = random_checkpoint(preset("tiny", vocab_size=300), seed=1)
     other = dataclasses.replace(checkpoint, config=checkpoint.config.model_copy(update={field: value}))

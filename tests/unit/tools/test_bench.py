@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from antiphon.load.workload.texts import EVERYDAY
 from antiphon.model.bundle.manifest import load_bundle, write_manifest
-from antiphon.model.config import preset
+from antiphon.model.config import LinearScaling, preset
 from antiphon.model.text.tokenizer import byte_bpe_format
 from antiphon.service.server.settings import SHIPPED_BUNDLE
 from antiphon.service.tools.bench import command
@@ -361,6 +361,13 @@ def test_every_architecture_but_encoder_decoders_is_an_obstacle_to_ctranslate2()
     assert obstacle(preset("tiny")) is None
     decoder = preset("tiny", architecture="decoder", encoder_layers=0)
     assert obstacle(decoder) == "architecture='decoder' cannot be converted to CTranslate2; 'encoder-decoder' can"
+
+
+def test_scaled_rotary_positions_are_an_obstacle_to_ctranslate2() -> None:
+    rotary = preset("tiny", positions="rope")
+    assert obstacle(rotary) is None
+    scaled = rotary.model_copy(update={"rope_scaling": LinearScaling(factor=2.0)})
+    assert obstacle(scaled) == "rope_scaling cannot be converted to CTranslate2"
 
 
 def test_command_refuses_an_empty_file_of_sentences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,6 +15,7 @@ from ctranslate2.specs import common_spec, transformer_spec
 from torch import Tensor, nn
 
 from antiphon.model.checkpoints.checkpoint import Checkpoint, CheckpointError
+from antiphon.model.config import ModelConfig
 from antiphon.model.transformer.layers import CrossAttention, DecoderLayer, EncoderLayer, FeedForward, SelfAttention
 from antiphon.service.tools.bench.ctranslate2.convertible import ACTIVATIONS, obstacle
 
@@ -39,16 +40,7 @@ def ctranslate2_specification(checkpoint: Checkpoint) -> transformer_spec.Transf
     config = checkpoint.config
     if (reason := obstacle(config)) is not None:
         raise CheckpointError(reason)
-    spec = transformer_spec.TransformerSpec.from_config(
-        (config.encoder_layers, config.decoder_layers),
-        config.num_heads,
-        pre_norm=config.norm_placement == "pre",
-        activation=getattr(common_spec.Activation, ACTIVATIONS[config.activation]),
-        layernorm_embedding=config.embedding_norm,
-        relative_attention_bias=config.positions == "t5_relative",
-        ffn_glu=config.gated,
-        rms_norm=config.norm == "rmsnorm",
-    )
+    spec = _empty_specification(config)
     _fill(spec, checkpoint)
     spec.register_source_vocabulary([str(index) for index in range(config.resolved_source_vocab_size)])
     spec.register_target_vocabulary([str(index) for index in range(config.vocab_size)])
@@ -66,6 +58,28 @@ def translate(
     settings: dict[str, Any] = {"beam_size": 1, "max_batch_size": 32, **options}
     results = translator.translate_batch([[str(i) for i in source] for source in sources], **settings)
     return [[int(token) for token in result.hypotheses[0]] for result in results]
+
+
+def _empty_specification(config: ModelConfig) -> transformer_spec.TransformerSpec:
+    shape = {
+        "pre_norm": config.norm_placement == "pre",
+        "activation": getattr(common_spec.Activation, ACTIVATIONS[config.activation]),
+        "layernorm_embedding": config.embedding_norm,
+        "relative_attention_bias": config.positions == "t5_relative",
+        "ffn_glu": config.gated,
+        "rms_norm": config.norm == "rmsnorm",
+    }
+    if config.positions == "rope":
+        shape |= {
+            "rotary_dim": config.resolved_head_dim,
+            "rotary_interleave": False,
+            "rotary_base": config.rope_theta,
+        }
+    encoder = transformer_spec.TransformerEncoderSpec(config.encoder_layers, config.num_heads, **shape)
+    decoder = transformer_spec.TransformerDecoderSpec(config.decoder_layers, config.num_heads, **shape)
+    if config.positions == "rope":
+        del encoder.position_encodings  # CTranslate2 leaves them out of the decoder only
+    return transformer_spec.TransformerSpec(encoder, decoder)
 
 
 def _fill(spec: Any, checkpoint: Checkpoint) -> None:

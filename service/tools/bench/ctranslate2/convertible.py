@@ -9,7 +9,7 @@ ACTIVATIONS = {"relu": "RELU", "gelu": "GELU", "gelu_tanh": "GELUTanh", "silu": 
 
 _CONVERTIBLE: dict[str, tuple[str, ...]] = {
     "architecture": ("encoder-decoder",),
-    "positions": ("sinusoidal", "learned", "t5_relative"),
+    "positions": ("sinusoidal", "learned", "t5_relative", "rope"),
     "activation": tuple(ACTIVATIONS),
 }
 
@@ -19,6 +19,8 @@ def obstacle(config: ModelConfig) -> str | None:
     for field, values in _CONVERTIBLE.items():
         if (value := getattr(config, field)) not in values:
             return f"{field}={value!r} cannot be converted to CTranslate2; {' and '.join(map(repr, values))} can"
+    if config.rope_scaling is not None:
+        return "rope_scaling cannot be converted to CTranslate2"
     if config.module_heads is not None:
         return "module_heads cannot be converted to CTranslate2, where all attention modules have num_heads heads"
     return None
