@@ -179,10 +179,11 @@ def test_source_beyond_the_limit_counts_as_untranslated(
     assert (tmp_path / "out").read_text(encoding="utf-8").split("\n")[1] == ""
 
 
-def test_one_collection_of_a_recipe_is_scored_alone(
+def test_named_collections_of_a_recipe_are_scored_without_the_others(
     bundle: Bundle, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    data = collections(tmp_path, {"one": pairs_of("first", 3000), "two": pairs_of("second", 2000)})
+    pairs = {"one": pairs_of("first", 3000), "two": pairs_of("second", 2000), "three": pairs_of("third", 2500)}
+    data = collections(tmp_path, pairs)
     described: dict[str, object] = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "num_heads": 4, "d_ff": 64}
     recipe = Recipe(name="two", data=data, vocab_size=300, model=described, train=TrainConfig())
     arguments = (str(bundle.path), "--recipe", write_recipe(recipe, tmp_path / "two.toml"), "--data", str(tmp_path))
@@ -192,6 +193,9 @@ def test_one_collection_of_a_recipe_is_scored_alone(
         assert score["sentences"] == count > 0
     (score,) = evaluate(capsys, *arguments)
     assert score["sentences"] == sum(counts.values())
+    (tmp_path / data.collections[0].path).unlink()
+    (score,) = evaluate(capsys, *arguments, "--collection", "three", "two")
+    assert score["sentences"] == counts["two"] + counts["three"]
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from antiphon.model.bundle.manifest import MANIFEST_NAME, Bundle, BundleError, P
 from antiphon.model.ops.workspace import WorkspaceError
 from antiphon.model.text.format import TextFormat
 from antiphon.model.text.tokenizer import TokenizerError, open_tokenizer
-from antiphon.model.training.data.corpus import Corpus, Pair, load_collections, load_corpus
+from antiphon.model.training.data.corpus import Corpus, Pair, load_corpus
 from antiphon.model.training.data.running_text import read_running_text
 from antiphon.model.training.recipe import (
     FineTuneRecipe,
@@ -79,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", type=Path, help="folder of the recipe's data files")
     parser.add_argument("--part", choices=("test", "valid"), default="test", help="part of the recipe's data")
     parser.add_argument(
-        "--collection", metavar="NAME", help="only this collection of the recipe's data, if it has several"
+        "--collection", nargs="+", metavar="NAME", help="only these collections of the recipe's data, together"
     )
     parser.add_argument("--source", type=Path, help="or: a file of sources, one per line, plain or .gz")
     parser.add_argument("--reference", type=Path, help="and its references, line by line")
@@ -290,14 +290,15 @@ def _test_set(args: argparse.Namespace) -> TestSet:
     raise EvaluationError("give --recipe with --data, or --source with --reference; for a decoder-only model --text")
 
 
-def _corpus(config: DataConfig, folder: Path, collection: str | None) -> Corpus:
-    if collection is None:
+def _corpus(config: DataConfig, folder: Path, collections: Sequence[str] | None) -> Corpus:
+    if collections is None:
         return load_corpus(config, folder)
     names = [file.name for file in config.collections]
-    if collection not in names:
+    if unknown := [name for name in collections if name not in names]:
         known = ", ".join(names) if names else "none"
-        raise EvaluationError(f"--collection {collection!r} is not one of the recipe's collections: {known}")
-    return load_collections(config, folder)[collection]
+        raise EvaluationError(f"--collection {unknown[0]!r} is not one of the recipe's collections: {known}")
+    chosen = tuple(file for file in config.collections if file.name in collections)
+    return load_corpus(config.model_copy(update={"collections": chosen}), folder)
 
 
 def _first_references(pairs: Sequence[Pair]) -> list[Pair]:
