@@ -53,10 +53,12 @@ def encoder_workspace(case: Case) -> int:
     update = element * config.d_model * tokens
     if case.backend == "sdpa":
         sums = FLOAT * config.num_heads * tokens
-        attention = 4 * heads + (element + 1) * pairs + sums + case.fused_scratch
+        attention = case.projected_heads + heads + (element + 1) * pairs + sums + case.fused_scratch
     else:
         copies = heads if case.has_copies else 0
-        attention = 3 * heads + max(2 * copies + case.matrix, 2 * case.matrix + pairs + max(pairs, copies + heads))
+        attention = case.projected_heads + max(
+            2 * copies + case.matrix, 2 * case.matrix + pairs + max(pairs, copies + heads)
+        )
     layer_input = FLOAT * config.d_model * tokens  # held by the stack's loop, beside the stream
     return stream + max(attention, layer_input + inner + update)
 
@@ -103,8 +105,9 @@ _WEIGHTS: dict[str, str] = {
 def native_weights(config: ModelConfig, precision: Precision) -> int:
     """Return the bytes of a bundle's native weights in float32 or int8."""
     parameters = num_parameters(config)
-    rows = {config.max_source_len, config.max_target_len} if config.positions == "sinusoidal" else set()
-    positions = FLOAT * config.d_model * sum(rows)  # equal tables are stored once
+    widths = {"sinusoidal": config.d_model, "rope": config.resolved_head_dim}  # of constant vectors of positions
+    lengths = {config.max_source_len, config.max_target_len}  # equal tables are stored once
+    positions = FLOAT * widths.get(config.positions, 0) * sum(lengths)
     if precision == "float32":
         return FLOAT * parameters + positions
     layers, inner = config.encoder_layers + config.decoder_layers, config.d_ff * (2 if config.gated else 1)

@@ -76,13 +76,13 @@ def attention(case: Case, *, is_cross: bool, is_causal: bool) -> Sublayer:
     pairs = case.length * case.length * (1 if is_causal else case.batch)
     width = config.d_model * config.attention_width
     weights = (width if is_cross else 3 * width, width)
-    made = heads if is_cross else 3 * heads  # by the first product
+    made = heads if is_cross else case.projected_heads  # by the first product
     context = Term(name="contexts", formula="e A n", num_bytes=heads)
     pending = 2 * heads if is_cross and not _saves_projections(case) else 0
     if case.backend == "sdpa":
         mask = Term(name="masks", formula="e B T^2", num_bytes=0 if is_causal else case.element * pairs)
         own = (
-            Term(name="queries, keys, values", formula="3 e A n", num_bytes=made),
+            Term(name="queries, keys, values", formula="3 e A n; rotary: 5 e A n", num_bytes=made),
             mask,
             context,
             Term(name="row sums of fused attention", formula="4 H n", num_bytes=FLOAT * config.num_heads * case.tokens),

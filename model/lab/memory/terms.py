@@ -15,7 +15,7 @@ from antiphon.model.config import ModelConfig
 LabBackend = Literal["eager", "sdpa"]
 FLOAT = 4
 _FUSED_KEYS = 512  # keys in one block of PyTorch's fused kernel
-_COVERED_POSITIONS = ("sinusoidal", "learned", "none")
+_COVERED_POSITIONS = ("sinusoidal", "learned", "rope", "none")
 
 
 class UncoveredModelError(Exception):
@@ -73,6 +73,15 @@ class Case:
     def fused_backward_scratch(self) -> int:
         """Bytes of the buffer of its backward pass on one thread: scores of a block and their gradients."""
         return 2 * FLOAT * self.fused_rows * min(_FUSED_KEYS, self.length)
+
+    @property
+    def projected_heads(self) -> int:
+        """Bytes of what self-attention projects: 3 e A n; rotary positions add rotated queries and keys, 2 e A n.
+
+        Values are a part of the projection, which therefore lives beside the rotated tensors.
+        """
+        parts = 5 if self.config.positions == "rope" else 3
+        return parts * self.element * self.config.attention_width * self.tokens
 
     @property
     def has_copies(self) -> bool:
