@@ -22,7 +22,7 @@ from antiphon.model.bundle.manifest import Bundle, load_bundle, write_manifest
 from antiphon.model.export.export import export_bundle
 from antiphon.model.importer.importer import ImportOptions, import_checkpoint
 from antiphon.model.text.template import LanguageIds, fill
-from antiphon.model.transformer.transformer import Transformer
+from antiphon.model.transformer.positions import rotary_tables
 from antiphon.service.server.settings import SHIPPED_BUNDLE
 from antiphon.v1 import inference_pb2 as pb
 from tests.bundle_serving import serving_bundle
@@ -325,16 +325,14 @@ async def test_positions_of_alibi_equal_those_of_bloom(tmp_path: Path) -> None:
     check_biases(found[DECODER, "POSITION_KIND_ALIBI"], biases)
 
 
-async def test_positions_of_the_shipped_model_are_the_sinusoids_of_pytorch() -> None:
-    """The bundle is of an earlier version, without tables of positions, and needs none."""
+async def test_positions_of_the_shipped_model_are_the_cosines_of_pytorch() -> None:
     found = await positions_of(SHIPPED_BUNDLE)
-    assert list(found) == [(part, "POSITION_KIND_SINUSOIDAL") for part in (ENCODER, DECODER)]
+    assert list(found) == [(part, "POSITION_KIND_ROTARY") for part in (ENCODER, DECODER)]
     async with serving_bundle(SHIPPED_BUNDLE) as served:
         assert len((await served.client.get_positions())[0].decay) == 64
         await check_refused(served.client.get_positions(257), "0 to 256", "num_positions")
         whole = await served.client.get_positions(256)
-    reference = Transformer(load_bundle(SHIPPED_BUNDLE).manifest.model)
-    for encoding, stack in zip(whole, (reference.encoder, reference.decoder), strict=True):
-        assert stack is not None
-        assert stack.positions.vectors is not None
-        np.testing.assert_allclose(table_of(encoding), stack.positions.vectors.numpy(), atol=1e-6)
+    config = load_bundle(SHIPPED_BUNDLE).manifest.model
+    cosines, _ = rotary_tables(torch.arange(256), config.resolved_head_dim, config.rope_theta, config.rope_scaling)
+    for encoding in whole:
+        np.testing.assert_allclose(table_of(encoding), cosines[:, 0].numpy(), atol=1e-5)

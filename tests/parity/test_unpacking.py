@@ -200,7 +200,7 @@ def test_unpacking_names_what_differs_between_graphs_and_manifest(shipped: Bundl
 
     with pytest.raises(CheckpointError, match=r"encoder\S+ has 13 norms, .* has 11"):
         unpack_checkpoint(described(encoder_layers=5))
-    with pytest.raises(CheckpointError, match=r"vocab=8000, the manifest's model has 8016"):
+    with pytest.raises(CheckpointError, match=r"vocab=10000, the manifest's model has 8016"):
         unpack_checkpoint(described(vocab_size=8016))
     with pytest.raises(CheckpointError, match=r"bias of \S+ has shape None, expected"):
         unpack_checkpoint(described(output_bias=True))

@@ -29,7 +29,7 @@ from antiphon.v1 import inference_pb2 as pb
 from tests.reliability.answers import check_field
 
 METHODS = pb.DESCRIPTOR.services_by_name["InferenceService"].methods
-VOCABULARY = 8000
+VOCABULARY = 10_000
 
 
 @cache

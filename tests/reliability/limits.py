@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 ROWS = 17  # one above the widest beam
-VOCABULARY = 8000
+VOCABULARY = 10_000
 MAX_SOURCE_LEN = MAX_TARGET_LEN = 256
 EOS_ID = 2
 WORD_ID = 100

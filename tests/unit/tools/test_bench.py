@@ -340,18 +340,18 @@ def test_command_names_the_argument_that_it_cannot_use(
 def test_command_names_the_field_of_a_bundle_that_ctranslate2_cannot_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], *, with_checkpoint: bool
 ) -> None:
-    folder = tmp_path / "rotary"
+    folder = tmp_path / "linear-biases"
     shutil.copytree(SHIPPED_BUNDLE, folder)
     shipped = load_bundle(folder).manifest
-    rotary = shipped.model.model_copy(update={"positions": "rope"})
-    write_manifest(folder, shipped.model_copy(update={"model": rotary}))
+    biased = shipped.model.model_copy(update={"positions": "alibi"})
+    write_manifest(folder, shipped.model_copy(update={"model": biased}))
     (folder / "model.safetensors").touch()
     flags = ("--checkpoint", str(folder)) if with_checkpoint else ()
     assert run(str(folder), "--section", "encode", "decode", "--model", "bundle", "--threads", "1", *flags) == 0
     written = capsys.readouterr()
     message = (
-        "antiphon bench: en-de is not compared with CTranslate2: positions='rope' cannot be converted to CTranslate2; "
-        "'sinusoidal' and 'learned' and 't5_relative' can"
+        "antiphon bench: en-de is not compared with CTranslate2: positions='alibi' cannot be converted to CTranslate2; "
+        "'sinusoidal' and 'learned' and 't5_relative' and 'rope' can"
     )
     assert written.err.splitlines() == ["antiphon bench: encode", message, "antiphon bench: decode"]
     assert written.out == ""
