@@ -10,7 +10,9 @@ import pytest
 from playwright.sync_api import Locator, Page, expect
 
 from antiphon.client import Client, Options
+from antiphon.model.bundle.manifest import load_bundle
 from antiphon.model.text.format import TextFormat
+from antiphon.service.server.settings import SHIPPED_BUNDLE
 from tests.busy import repeated
 from tests.fakes import EOS_ID
 from tests.integration.process import ServerProcess, is_idle
@@ -52,6 +54,19 @@ def test_translate_shows_the_answer_and_the_probability_of_each_token(
     shown = [float(one.get_attribute("data-logprob") or "nan") for one in shown_tokens(page).all()]
     of_text = [one.logprob for one in expected.logprobs[: len(expected.token_ids)]]
     assert shown == pytest.approx(of_text, abs=1e-6)
+
+
+def test_sources_of_the_shipped_model_are_listed_when_they_are_asked_for(play: PlayProcess, open_page: Open) -> None:
+    page = open_page(play.url).page
+    provenance = load_bundle(SHIPPED_BUNDLE).manifest.provenance
+    assert provenance is not None
+    expected = [line.removeprefix("- ") for line in provenance.attribution.splitlines()]
+    listed = page.locator("footer li")
+    expect(listed).to_have_count(len(expected))
+    expect(listed.first).to_be_hidden()
+    page.get_by_text(f"sources and licences ({len(expected)})").click()
+    expect(listed.last).to_be_visible()
+    assert listed.all_text_contents() == expected
 
 
 def test_translate_shows_the_alternatives_of_a_chosen_token(play: PlayProcess, client: Client, open_page: Open) -> None:

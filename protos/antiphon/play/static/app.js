@@ -121,9 +121,20 @@ function page() {
   const gone = state.connection === 'gone' ? problemBox(state.problem) : nothing;
   const content = state.models.length ? view().render() : html`<p class="notice" role="status">Connecting …</p>`;
   const model = chosenModel();
-  const credit = model?.attribution ? html`<footer>${model.name}: ${model.attribution}</footer>` : nothing;
+  const credit = model?.attribution ? html`<footer>${creditOf(model)}</footer>` : nothing;
   return html`<a class="skip" href="#main" @click=${toMain}>Skip to the view</a>${header()}${navigation()}
     <main id="main" tabindex="-1"><h1 class="hidden">${view().title}</h1>${gone}${content}</main>${credit}`;
+}
+
+function creditOf(model) {
+  const sources = model.attribution.split('\n');
+  if (sources.length === 1) return html`${model.name}: ${model.attribution}`;
+  return html`<details>
+    <summary>${model.name}: sources and licences (${sources.length})</summary>
+    <ul>
+      ${sources.map((source) => html`<li>${source.replace(/^- /, '')}</li>`)}
+    </ul>
+  </details>`;
 }
 
 function toMain(event) {
