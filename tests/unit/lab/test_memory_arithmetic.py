@@ -77,6 +77,14 @@ def test_translation_needs_the_predicted_memory(name: str, batch: int, length: i
         assert translation(one).peak_bytes == pytest.approx(measured, rel=TOLERANCE), (backend, bf16)
 
 
+def test_rotated_queries_and_keys_need_the_predicted_memory() -> None:
+    rotary = replace(case_of("rotary", 8, 100), backend="sdpa")
+    plain = replace(rotary, config=rotary.config.model_copy(update={"positions": "none"}))
+    predicted = training(rotary).peak_bytes - training(plain).peak_bytes
+    measured = measurement.TrainingStep(rotary).peak_bytes() - measurement.TrainingStep(plain).peak_bytes()
+    assert predicted == pytest.approx(measured, rel=TOLERANCE)
+
+
 def test_allocated_peak_counts_what_lives_at_once() -> None:
     def run() -> None:
         first = torch.zeros(1000)

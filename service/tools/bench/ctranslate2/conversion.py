@@ -77,8 +77,6 @@ def _empty_specification(config: ModelConfig) -> transformer_spec.TransformerSpe
         }
     encoder = transformer_spec.TransformerEncoderSpec(config.encoder_layers, config.num_heads, **shape)
     decoder = transformer_spec.TransformerDecoderSpec(config.decoder_layers, config.num_heads, **shape)
-    if config.positions == "rope":
-        del encoder.position_encodings  # CTranslate2 leaves them out of the decoder only
     return transformer_spec.TransformerSpec(encoder, decoder)
 
 
