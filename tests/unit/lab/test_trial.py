@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,14 @@ from antiphon.model.lab.trial import Figures, Folders, Trial, run_trial
 from tests.integration.process import environment
 from tests.unit.lab.settings import toy_setting, toy_trial
 
-torch.set_num_threads(1)
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Train with one thread, as the killed process does: sums of several differ, and other tests leave their number."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def folders(output: Path) -> Folders:
