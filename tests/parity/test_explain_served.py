@@ -23,6 +23,7 @@ from antiphon.model.export.export import export_bundle
 from antiphon.model.importer.importer import ImportOptions, import_checkpoint
 from antiphon.model.text.template import LanguageIds, fill
 from antiphon.model.transformer.positions import rotary_tables
+from antiphon.model.transformer.transformer import Transformer
 from antiphon.service.server.settings import SHIPPED_BUNDLE
 from antiphon.v1 import inference_pb2 as pb
 from tests.bundle_serving import serving_bundle
@@ -323,6 +324,20 @@ async def test_positions_of_alibi_equal_those_of_bloom(tmp_path: Path) -> None:
     biases = -(keys - keys.transpose(1, 2)).abs()
     assert list(found) == [(DECODER, "POSITION_KIND_ALIBI")]
     check_biases(found[DECODER, "POSITION_KIND_ALIBI"], biases)
+
+
+async def test_sinusoids_equal_those_of_pytorch_without_tables_in_the_bundle(tmp_path: Path) -> None:
+    """Bundles of earlier versions have no tables of positions; sinusoids need none."""
+    config = small_config(positions="sinusoidal", architecture="encoder-decoder", encoder_layers=1)
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", config)
+    bundle = export_bundle(checkpoint, tmp_path / "ours", precisions=("float32",))
+    write_manifest(bundle.path, bundle.manifest.model_copy(update={"positions": None}))
+    found, reference = await positions_of(bundle.path), Transformer(config)
+    assert list(found) == [(part, "POSITION_KIND_SINUSOIDAL") for part in (ENCODER, DECODER)]
+    for encoding, stack in zip(found.values(), (reference.encoder, reference.decoder), strict=True):
+        assert stack is not None
+        assert stack.positions.vectors is not None
+        check_vectors(encoding, stack.positions.vectors)
 
 
 async def test_positions_of_the_shipped_model_are_the_cosines_of_pytorch() -> None:
