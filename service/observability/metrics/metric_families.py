@@ -29,6 +29,7 @@ class MetricFamilies:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
+        self._in_flight()
         self._of_model = ModelFamilies(registry)
         self._requests()
         self._rpcs()
@@ -120,16 +121,20 @@ class MetricFamilies:
             "deadline_misses", "Requests whose deadline passed, by stage: submit, or those of cancellations.", "stage"
         )
 
+    def _in_flight(self) -> None:
+        # First, because a scrape runs beside the event loop and reads the families in this order: if it shows no RPC in
+        # flight, its counters include every RPC that ended.
+        self.rpcs_in_flight = Gauge(
+            f"{PREFIX}grpc_server_in_flight",
+            "RPCs from their headers until their status is written; each request of a stream counts as one too.",
+            registry=self._registry,
+        )
+
     def _rpcs(self) -> None:
         self.rpcs_handled = Counter(
             f"{PREFIX}grpc_server_handled",
             "Finished RPCs, by full method and status code.",
             ("method", "code"),
-            registry=self._registry,
-        )
-        self.rpcs_in_flight = Gauge(
-            f"{PREFIX}grpc_server_in_flight",
-            "RPCs from their headers until their status is written; each request of a stream counts as one too.",
             registry=self._registry,
         )
         self.calls_waiting = Gauge(

@@ -20,6 +20,7 @@ from antiphon.service.domain.errors import InvalidArgument, QueueFull, SlowReade
 from antiphon.service.domain.request import FinishReason, Timing
 from antiphon.service.observability.metrics.engine_metrics import CacheUse, Metrics
 from antiphon.service.observability.metrics.metric_families import MetricFamilies
+from antiphon.service.observability.metrics.rpc_metrics import RpcMetrics
 from antiphon.service.observability.metrics.workspace_by_length import KINDS, LENGTHS
 from antiphon.service.runtime.runner import EncodeReport
 
@@ -237,6 +238,21 @@ def test_arena_metrics_contain_the_counts_of_an_allocator_and_its_highest_peak(s
     reference = weakref.ref(workspace)
     del workspace
     assert reference() is None
+
+
+def test_scrape_without_rpcs_in_flight_has_counted_every_rpc_that_ended(scrape: Scrape) -> None:
+    rpcs = RpcMetrics(scrape.families)
+    rpcs.expect("Generate")
+    for num_before in range(len(list(scrape.registry.collect()))):
+        rpcs.begun()
+        read: dict[str, float] = {}
+        for place, family in enumerate(scrape.registry.collect()):
+            read |= {sample.name + str(sample.labels): sample.value for sample in family.samples}
+            if place == num_before:
+                rpcs.handled("Generate", "OK")
+                rpcs.left()
+        num_handled = read["antiphon_grpc_server_handled_total" + str({"method": "Generate", "code": "OK"})]
+        assert read["antiphon_grpc_server_in_flight{}"] == 1 or num_handled == num_before + 1
 
 
 def test_latency_exemplars_have_the_trace_id_in_the_bucket_of_their_value(scrape: Scrape) -> None:
