@@ -152,6 +152,7 @@ class PretrainRecipe(_Named):
     distillation: the model learns from a teacher, see tasks/distill_task.py; None: from the texts alone.
     tokenizer: vocabulary to learn: "byte_bpe", or BERT's "word_piece", which removes upper case and accents.
     model: as in Recipe, without heads, which the task decides.
+    position_waves: learned positions begin as sines and cosines, see AbsolutePositions.start_as_waves.
     """
 
     task: Literal["pretrain"]
@@ -160,6 +161,7 @@ class PretrainRecipe(_Named):
     vocab_size: int = Field(ge=300, le=250_000)
     model: dict[str, object]
     masking: MaskingConfig = MaskingConfig()
+    position_waves: bool = False
     next_sentences: bool = True
     distillation: Distillation | None = None
 
@@ -179,6 +181,10 @@ class PretrainRecipe(_Named):
         _check_architecture(config, "encoder", self.task)
         if self.has_pairs and config.token_types < 2:
             raise ValueError(f"model.token_types={config.token_types} must be at least 2 for next-sentence pairs")
+        width = config.resolved_embedding_width
+        if self.position_waves and (config.positions != "learned" or width % 2):
+            found = f"{config.positions!r} of width {width}"
+            raise ValueError(f"position_waves needs model.positions='learned' of an even width, not {found}")
         if not (self.data.ordered or self.data.sentences):
             raise ValueError("data: ordered and sentences are both empty; give files in at least one of them")
         if self.distillation is not None and self.has_pairs:
@@ -187,11 +193,15 @@ class PretrainRecipe(_Named):
 
 
 class FineTuneRecipe(_Named):
-    """Recipe of a new head on a trained encoder: labels of texts (classify) or of words (tag)."""
+    """Recipe of a new head on a trained encoder: labels of texts (classify) or of words (tag).
+
+    dropout: of the encoder while it is fine-tuned; None: as in pre-training.
+    """
 
     task: Literal["classify", "tag"]
     data: LabelledData
     freeze_encoder: bool = False
+    dropout: float | None = Field(default=None, ge=0, lt=1)
 
 
 class LanguageModelRecipe(_Named):

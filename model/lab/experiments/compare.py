@@ -32,7 +32,6 @@ TASKS = ("clinc150", "sst2", "wnut17")
 MEAN = "mean"
 _SERVED_TASK = TASKS[0]
 _STEPS = 4000
-_VOCAB_SIZE = 8000
 _MODEL: dict[str, object] = {"d_model": 128, "encoder_layers": 4, "num_heads": 4, "d_ff": 512}
 _TOY_MODEL: dict[str, object] = {"d_model": 32, "encoder_layers": 2, "num_heads": 4, "d_ff": 64, "max_source_len": 32}
 _EXAMPLES = 4000  # labelled texts of each task
@@ -46,12 +45,12 @@ _NO_PAIRS: dict[str, object] = {"next_sentences": False}
 
 def _changes(layers: int) -> Mapping[str, Mapping[str, object]]:
     """Return the changed sections of the recipe of each kind; `layers` is their number in all but the student."""
-    disentangled = Disentangled(span=128).model_dump()
+    relative = Disentangled(span=128).model_dump()
     return {
         BERT: {"masking": {"copies": 10}},
         "RoBERTa": _NO_PAIRS,
         "ALBERT": {"model": {"share_layers": True, "embedding_width": 32}},
-        "DeBERTa": {**_NO_PAIRS, "model": {"disentangled": disentangled, "positions": "none"}},
+        "DeBERTa": {**_NO_PAIRS, "position_waves": False, "model": {"disentangled": relative, "positions": "none"}},
         STUDENT: {**_NO_PAIRS, "model": {"encoder_layers": layers // 2}, "distillation": {"temperature": 2.0}},
     }
 
@@ -88,12 +87,11 @@ def _recipe(
         **base,
         **changes,
         "name": f"lab-compare-{name.lower()}",
-        "vocab_size": 320 if setting.is_toy else _VOCAB_SIZE,
         "model": {**base["model"], **shape, **changed_model},
-        "train": {**base["train"], "optimizer": "muon", "peak_lr": 4e-3, **train},
+        "train": {**base["train"], **train},
     }
     if setting.is_toy:
-        described["data"] = toy_documents(setting.made_data).model_dump()
+        described |= {"data": toy_documents(setting.made_data).model_dump(), "vocab_size": 320}
     return PretrainRecipe.model_validate(described)
 
 

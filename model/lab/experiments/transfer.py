@@ -1,4 +1,4 @@
-"""Experiment `transfer`: what pre-training saves in labelled texts, for the BERT of `compare`.
+"""Experiment `transfer`: what pre-training saves in labelled texts, for the encoder of recipe `bert-small`.
 
 Devlin et al. 2019, section 5.3, and Howard and Ruder 2018, section 5. Each task is learned from 100, 1,000 and all of
 its texts, with pre-trained and with random weights, of which the encoder is trained or frozen.
@@ -17,7 +17,9 @@ from antiphon.model.lab.measures.fine_tuned import fine_tune, score_of
 from antiphon.model.lab.pictures import Panel, panels
 from antiphon.model.lab.setting import Setting
 from antiphon.model.lab.trial import Figures, Trial
+from antiphon.model.training.recipe import PretrainRecipe, load_any_recipe
 
+_PRETRAINING = "bert-small"
 TASKS = ("snips", "clinc150", "sst2", "wnut17")
 COUNTS = (100, 1000, None)
 _STARTS = {
@@ -40,8 +42,20 @@ def _rows(setting: Setting) -> dict[str, tuple[str, int | None]]:
 
 
 def _trials(setting: Setting) -> list[Trial]:
-    bert = [trial for trial in compare.trials(setting) if trial.name == BERT]
-    return [replace(trial, name=name) for name in _rows(setting) for trial in bert]
+    """Return a trial for each row and seed; all rows of a seed share one pre-trained encoder."""
+    pretrained = _toy_encoders(setting) if setting.is_toy else [_encoder(setting, seed) for seed in setting.seeds]
+    return [replace(trial, name=name) for name in _rows(setting) for trial in pretrained]
+
+
+def _toy_encoders(setting: Setting) -> list[Trial]:
+    return [trial for trial in compare.trials(setting) if trial.name == BERT]
+
+
+def _encoder(setting: Setting, seed: int) -> Trial:
+    recipe = load_any_recipe(_PRETRAINING)
+    assert isinstance(recipe, PretrainRecipe)
+    train = recipe.train.model_copy(update=dict(max_steps=setting.steps(recipe.train.max_steps), seed=seed))
+    return Trial(name=_PRETRAINING, recipe=recipe.model_copy(update=dict(train=train)), data=setting.public_data())
 
 
 def _measure(setting: Setting, trial: Trial, averaged: Path) -> Figures:

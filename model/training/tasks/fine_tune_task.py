@@ -100,7 +100,8 @@ class FineTuneTask:
         config = self.init.config
         transform = dict(transform_width=config.d_model, activation="tanh") if self.recipe.task == "classify" else {}
         head = HeadConfig.model_validate(dict(task=self.recipe.task, labels=self.labels, **transform))
-        return ModelConfig.model_validate({**config.model_dump(), "heads": (head,)})
+        dropout = config.dropout if self.recipe.dropout is None else self.recipe.dropout
+        return ModelConfig.model_validate({**config.model_dump(), "heads": (head,), "dropout": dropout})
 
     @property
     def _max_text_tokens(self) -> int:

@@ -11,6 +11,7 @@ from torch import nn
 from antiphon.model.checkpoints.checkpoint import CheckpointError
 from antiphon.model.config import ModelConfig
 from antiphon.model.head_config import HeadConfig, Task
+from antiphon.model.ops.attention import Backend
 from antiphon.model.text import word_piece
 from antiphon.model.text.template import fill
 from antiphon.model.text.tokenizer import MASK_TOKEN, Tokenizer, encoder_format
@@ -159,6 +160,14 @@ class PretrainTask(TransformerTask[PretrainRecipe]):
         if not len(documents) or "next_sentence" not in self.tasks or self.text.pair_template is None:
             return []
         return sentence_pairs(documents, self.config.max_source_len - len(self.text.pair_template) + 2, seed)
+
+    def make_model(self, backend: Backend) -> Transformer:
+        """Return the model to train, see TrainingTask."""
+        model = super().make_model(backend)
+        if self.recipe.position_waves and self.given is None:
+            assert model.encoder is not None
+            model.encoder.positions.start_as_waves()
+        return model
 
     def make_loss(self, model: Transformer) -> nn.Module:
         """Return the loss of all heads, see TrainingTask."""

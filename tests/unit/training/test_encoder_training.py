@@ -24,6 +24,7 @@ from antiphon.model.training.tasks.pretrain_task import PretrainTask
 from antiphon.model.training.tasks.span_f1 import span_score
 from antiphon.model.training.tasks.training_task import Batches, RunFolders
 from antiphon.model.training.train import Trainer, frozen
+from antiphon.model.transformer.dropout import Dropout
 from tests.encoder_recipes import GROUP, commands, fine_tune_recipe, pretrain_recipe, pretrained
 
 torch.set_num_threads(1)  # arrays this small are slower with several threads
@@ -123,6 +124,36 @@ def test_static_masks_return_after_their_copies_and_dynamic_ones_do_not(tmp_path
     assert plans[0] != plans[1], "batches are in another order in every epoch"
 
 
+def test_positions_that_begin_as_waves_are_a_matrix_away_from_their_neighbours(tmp_path: Path) -> None:
+    """Of sines and cosines one matrix maps each position to the next one; of random vectors none does."""
+    errors = {}
+    for waves in (True, False):
+        described = pretrain_recipe(tmp_path).model_dump()
+        described |= {"position_waves": waves, "model": {**described["model"], "positions": "learned"}}
+        recipe = PretrainRecipe.model_validate({**described, "model": {**described["model"], "max_source_len": 256}})
+        task = PretrainTask(recipe, RunFolders(data=tmp_path, run=tmp_path / f"run-{waves}", group=GROUP))
+        encoder = task.make_model("eager").encoder
+        assert encoder is not None
+        table = encoder.positions.vectors
+        assert table is not None
+        table = table.detach().double()
+        step = torch.linalg.lstsq(table[:-1], table[1:]).solution
+        errors[waves] = float((table[:-1] @ step - table[1:]).norm() / table[1:].norm())
+        assert table.std() == pytest.approx(
+            (1.5 if waves else 1.0) * recipe.model_config_for(330).d_model ** -0.5, rel=0.1
+        )
+    assert errors[True] < 1e-4
+    assert errors[False] > 0.1
+
+
+def test_waves_of_other_positions_are_refused(tmp_path: Path) -> None:
+    described = pretrain_recipe(tmp_path).model_dump()
+    with pytest.raises(ValueError, match="position_waves needs"):
+        PretrainRecipe.model_validate(
+            {**described, "position_waves": True, "model": {**described["model"], "positions": "rope"}}
+        )
+
+
 def test_without_pairs_documents_become_texts(tmp_path: Path) -> None:
     recipe = PretrainRecipe.model_validate({**pretrain_recipe(tmp_path).model_dump(), "next_sentences": False})
     task = PretrainTask(recipe, RunFolders(data=tmp_path, run=tmp_path / "run", group=GROUP))
@@ -134,6 +165,20 @@ def test_without_pairs_documents_become_texts(tmp_path: Path) -> None:
         starts = documents.sentence_starts
         whole = documents.tokens[starts[sentences.start] : starts[sentences.stop]]
         assert fill(task.text, whole)[0] in found
+
+
+@pytest.mark.parametrize(("dropout", "expected"), [(None, 0.25), (0.0, 0.0), (0.5, 0.5)])
+def test_dropout_of_fine_tuning_is_the_recipes_or_that_of_pre_training(
+    tmp_path: Path, dropout: float | None, expected: float
+) -> None:
+    described = pretrain_recipe(tmp_path, max_steps=1).model_dump()
+    described["model"] |= {"dropout": 0.25}
+    pretrain = PretrainRecipe.model_validate(described)
+    init = Trainer(pretrain, tmp_path, tmp_path / "pretrained", GROUP).run()
+    assert init is not None
+    recipe = fine_tune_recipe(tmp_path, "classify").model_copy(update={"dropout": dropout})
+    trainer = Trainer(recipe, tmp_path, tmp_path / "tuned", GROUP, init=load_checkpoint(init))
+    assert max(module.p for module in trainer.model.modules() if isinstance(module, Dropout)) == expected
 
 
 @pytest.mark.parametrize("task", ["classify", "tag"])
@@ -270,13 +315,13 @@ def test_recipe_with_a_wrong_field_names_it(tmp_path: Path, name: str, old: str,
         load_any_recipe(write_toml(tmp_path, text.replace(old, new, 1)))
 
 
-def test_recipe_of_bert_differs_from_bert_base_only_in_size() -> None:
+def test_recipe_of_bert_differs_from_bert_base_only_in_size_and_dropout() -> None:
     recipe = load_any_recipe("bert-small")
     assert isinstance(recipe, PretrainRecipe)
     ours, published = (config.model_dump() for config in (recipe.model_config_for(16000), preset("bert-base")))
     sizes = {"vocab_size", "d_model", "encoder_layers", "num_heads", "d_ff", "max_source_len"}
     ids_and_heads = {"pad_id", "bos_id", "eos_id", "unk_id", "heads"}
-    assert {name for name in ours if ours[name] != published[name]} <= sizes | ids_and_heads
+    assert {name for name in ours if ours[name] != published[name]} <= sizes | ids_and_heads | {"dropout"}
     assert (recipe.masking.rate, recipe.masking.masked, recipe.masking.random) == (0.15, 0.8, 0.1)
 
 
