@@ -152,7 +152,7 @@ class PretrainRecipe(_Named):
     distillation: the model learns from a teacher, see tasks/distill_task.py; None: from the texts alone.
     tokenizer: vocabulary to learn: "byte_bpe", or BERT's "word_piece", which removes upper case and accents.
     model: as in Recipe, without heads, which the task decides.
-    position_waves: learned positions begin as sines and cosines, see AbsolutePositions.start_as_waves.
+    neighbour_start: every head begins by looking at a neighbour of each token, see transformer/neighbour_start.py.
     """
 
     task: Literal["pretrain"]
@@ -161,7 +161,7 @@ class PretrainRecipe(_Named):
     vocab_size: int = Field(ge=300, le=250_000)
     model: dict[str, object]
     masking: MaskingConfig = MaskingConfig()
-    position_waves: bool = False
+    neighbour_start: bool = False
     next_sentences: bool = True
     distillation: Distillation | None = None
 
@@ -182,9 +182,9 @@ class PretrainRecipe(_Named):
         if self.has_pairs and config.token_types < 2:
             raise ValueError(f"model.token_types={config.token_types} must be at least 2 for next-sentence pairs")
         width = config.resolved_embedding_width
-        if self.position_waves and (config.positions != "learned" or width % 2):
+        if self.neighbour_start and (config.positions != "learned" or width % 2):
             found = f"{config.positions!r} of width {width}"
-            raise ValueError(f"position_waves needs model.positions='learned' of an even width, not {found}")
+            raise ValueError(f"neighbour_start needs model.positions='learned' of an even width, not {found}")
         if not (self.data.ordered or self.data.sentences):
             raise ValueError("data: ordered and sentences are both empty; give files in at least one of them")
         if self.distillation is not None and self.has_pairs:

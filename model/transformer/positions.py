@@ -42,21 +42,6 @@ class AbsolutePositions(nn.Module):
         else:
             self.table = None
 
-    @torch.no_grad()
-    def start_as_waves(self) -> None:
-        """Set a learned table to sines and cosines, with wavelengths from 4 positions to twice the table's length.
-
-        Neighbours begin with similar vectors, and one matrix maps each position to the next, so attention to neighbours
-        is learned earlier than from random vectors. Wavelengths of Vaswani et al. 2017 reach 63,000 positions; most of
-        their elements would be nearly constant here. Elements are 1.5 times as large as those of token embeddings.
-        """
-        assert isinstance(self.table, nn.Parameter)
-        length, width = self.table.shape
-        wavelengths = torch.logspace(math.log10(4), math.log10(2 * length), width // 2)
-        angles = torch.arange(length)[:, None] * (2 * math.pi / wavelengths)
-        waves = torch.cat((angles.sin(), angles.cos()), dim=1)
-        self.table.copy_(waves * (1.5 * self.table.std() / waves.std()))
-
     @property
     def vectors(self) -> Tensor | None:
         """Vector of each position, [max_len, W]; None for kinds that add no vectors."""

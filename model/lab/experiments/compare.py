@@ -50,7 +50,7 @@ def _changes(layers: int) -> Mapping[str, Mapping[str, object]]:
         BERT: {"masking": {"copies": 10}},
         "RoBERTa": _NO_PAIRS,
         "ALBERT": {"model": {"share_layers": True, "embedding_width": 32}},
-        "DeBERTa": {**_NO_PAIRS, "position_waves": False, "model": {"disentangled": relative, "positions": "none"}},
+        "DeBERTa": {**_NO_PAIRS, "neighbour_start": False, "model": {"disentangled": relative, "positions": "none"}},
         STUDENT: {**_NO_PAIRS, "model": {"encoder_layers": layers // 2}, "distillation": {"temperature": 2.0}},
     }
 

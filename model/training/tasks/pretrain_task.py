@@ -26,6 +26,7 @@ from antiphon.model.training.data.translation_data import plan_lengths
 from antiphon.model.training.recipe import PretrainRecipe, RecipeError
 from antiphon.model.training.tasks.encoder_loss import EncoderLoss, label_accuracy
 from antiphon.model.training.tasks.training_task import RunFolders, TransformerTask, run_tokenizer
+from antiphon.model.transformer.neighbour_start import start_at_neighbours
 from antiphon.model.transformer.transformer import Transformer
 
 # Texts and documents of 1,000 that are held out for validation, and as many again for the final scores.
@@ -164,9 +165,9 @@ class PretrainTask(TransformerTask[PretrainRecipe]):
     def make_model(self, backend: Backend) -> Transformer:
         """Return the model to train, see TrainingTask."""
         model = super().make_model(backend)
-        if self.recipe.position_waves and self.given is None:
+        if self.recipe.neighbour_start and self.given is None:
             assert model.encoder is not None
-            model.encoder.positions.start_as_waves()
+            start_at_neighbours(model.encoder)
         return model
 
     def make_loss(self, model: Transformer) -> nn.Module:

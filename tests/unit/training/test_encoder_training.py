@@ -25,6 +25,8 @@ from antiphon.model.training.tasks.span_f1 import span_score
 from antiphon.model.training.tasks.training_task import Batches, RunFolders
 from antiphon.model.training.train import Trainer, frozen
 from antiphon.model.transformer.dropout import Dropout
+from antiphon.model.transformer.layers import EncoderLayer
+from antiphon.model.transformer.neighbour_start import OFFSETS
 from tests.encoder_recipes import GROUP, commands, fine_tune_recipe, pretrain_recipe, pretrained
 
 torch.set_num_threads(1)  # arrays this small are slower with several threads
@@ -124,33 +126,40 @@ def test_static_masks_return_after_their_copies_and_dynamic_ones_do_not(tmp_path
     assert plans[0] != plans[1], "batches are in another order in every epoch"
 
 
-def test_positions_that_begin_as_waves_are_a_matrix_away_from_their_neighbours(tmp_path: Path) -> None:
-    """Of sines and cosines one matrix maps each position to the next one; of random vectors none does."""
-    errors = {}
-    for waves in (True, False):
-        described = pretrain_recipe(tmp_path).model_dump()
-        described |= {"position_waves": waves, "model": {**described["model"], "positions": "learned"}}
-        recipe = PretrainRecipe.model_validate({**described, "model": {**described["model"], "max_source_len": 256}})
-        task = PretrainTask(recipe, RunFolders(data=tmp_path, run=tmp_path / f"run-{waves}", group=GROUP))
-        encoder = task.make_model("eager").encoder
-        assert encoder is not None
-        table = encoder.positions.vectors
-        assert table is not None
-        table = table.detach().double()
-        step = torch.linalg.lstsq(table[:-1], table[1:]).solution
-        errors[waves] = float((table[:-1] @ step - table[1:]).norm() / table[1:].norm())
-        assert table.std() == pytest.approx(
-            (1.5 if waves else 1.0) * recipe.model_config_for(330).d_model ** -0.5, rel=0.1
-        )
-    assert errors[True] < 1e-4
-    assert errors[False] > 0.1
+@pytest.mark.parametrize("changes", [{}, {"embedding_width": 16, "share_layers": True}])
+def test_heads_that_start_at_neighbours_attend_to_them(tmp_path: Path, changes: dict[str, object]) -> None:
+    """Scores of attention are averaged over texts of random tokens, by the distance from query to key.
 
-
-def test_waves_of_other_positions_are_refused(tmp_path: Path) -> None:
+    Distance 0 is left out: a token is always similar to itself.
+    """
     described = pretrain_recipe(tmp_path).model_dump()
-    with pytest.raises(ValueError, match="position_waves needs"):
+    model = {**described["model"], "positions": "learned", "d_model": 64, "num_heads": 4, **changes}
+    recipe = PretrainRecipe.model_validate({**described, "neighbour_start": True, "model": model})
+    task = PretrainTask(recipe, RunFolders(data=tmp_path, run=tmp_path / "run", group=GROUP))
+    encoder = task.make_model("eager").encoder
+    assert encoder is not None
+    length = task.config.max_source_len
+    ids = torch.randint(task.config.vocab_size, (200, length), generator=torch.Generator().manual_seed(1))
+    layer = encoder.layers[0]
+    assert isinstance(layer, EncoderLayer)
+    attention = layer.self_attention
+    with torch.no_grad():
+        states = encoder.embed(ids, torch.arange(length)[None])
+        query, key, _ = attention.qkv(states).unflatten(-1, (3, *attention.heads)).unbind(dim=2)
+        scores = torch.einsum("bqhd,bkhd->hqk", query, key) / len(ids)
+    for head in range(4):
+        means = {distance: float(scores[head].diagonal(distance).mean()) for distance in range(-8, 9) if distance}
+        assert max(means, key=means.__getitem__) == OFFSETS[head]
+
+
+@pytest.mark.parametrize("changes", [{"positions": "rope"}, {"positions": "learned", "embedding_width": 15}])
+def test_start_at_neighbours_is_refused_without_learned_positions_of_even_width(
+    tmp_path: Path, changes: dict[str, object]
+) -> None:
+    described = pretrain_recipe(tmp_path).model_dump()
+    with pytest.raises(ValueError, match="neighbour_start needs"):
         PretrainRecipe.model_validate(
-            {**described, "position_waves": True, "model": {**described["model"], "positions": "rope"}}
+            {**described, "neighbour_start": True, "model": {**described["model"], **changes}}
         )
 
 
