@@ -152,6 +152,18 @@ def test_heads_that_start_at_neighbours_attend_to_them(tmp_path: Path, changes: 
         assert max(means, key=means.__getitem__) == OFFSETS[head]
 
 
+def test_weights_of_an_initial_checkpoint_are_kept_by_neighbour_start(base: Path, tmp_path: Path) -> None:
+    described = pretrain_recipe(tmp_path).model_dump()
+    described["model"] |= {"positions": "learned"}
+    recipe = PretrainRecipe.model_validate({**described, "neighbour_start": True})
+    init = load_checkpoint(base)
+    found = PretrainTask(recipe, RunFolders(data=tmp_path, run=tmp_path / "run", group=GROUP, init=init)).make_model(
+        "eager"
+    )
+    for name, weight in init.model.state_dict().items():
+        assert torch.equal(found.state_dict()[name], weight), name
+
+
 @pytest.mark.parametrize("changes", [{"positions": "rope"}, {"positions": "learned", "embedding_width": 15}])
 def test_start_at_neighbours_is_refused_without_learned_positions_of_even_width(
     tmp_path: Path, changes: dict[str, object]
