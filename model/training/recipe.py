@@ -152,7 +152,7 @@ class PretrainRecipe(_Named):
     distillation: the model learns from a teacher, see tasks/distill_task.py; None: from the texts alone.
     tokenizer: vocabulary to learn: "byte_bpe", or BERT's "word_piece", which removes upper case and accents.
     model: as in Recipe, without heads, which the task decides.
-    neighbour_start: every head begins by looking at a neighbour of each token, see transformer/neighbour_start.py.
+    neighbour_start: heads begin by looking at neighbours of each token, see transformer/neighbour_start.py.
     """
 
     task: Literal["pretrain"]

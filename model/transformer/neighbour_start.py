@@ -2,8 +2,8 @@
 
 A masked token is guessed from its neighbours. From random weights, attention must first find out which positions are
 neighbours, and until then a masked language model knows little more than the frequencies of tokens. The idea is that of
-Trockman and Kolter 2023, "Mimetic Initialization of Self-Attention Layers", whose queries and keys begin alike; here a
-shift by a few positions is between them. All weights are trained from there on.
+Trockman and Kolter 2023, "Mimetic Initialization of Self-Attention Layers": there queries and keys begin alike, so a
+token looks at similar positions; here queries are shifted by a few positions. Training then changes all weights.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from antiphon.model.transformer.transformer import Encoder
 OFFSETS = (-1, 1, -2, 2)
 """Distance from a token to the one that a head looks at; heads take turns."""
 SHARPNESS = 3.0
-"""Factor on queries; a head gives most weight to a few positions around its own."""
+"""Factor on queries, so that a head gives most of its weight to a few positions."""
 SHORTEST = 4.0
 """Shortest wavelength of the position vectors, in positions; the longest is twice the number of positions."""
-POSITION_SHARE = 1.5
-"""Size of position vectors beside those of tokens."""
+POSITION_SIZE = 1.5
+"""Standard deviation of the elements of position vectors, divided by that of token embeddings."""
 
 
 def wavelengths(num_positions: int, width: int) -> Tensor:
@@ -46,15 +46,16 @@ def shift(num_positions: int, width: int, offset: int) -> Tensor:
 
 @torch.no_grad()
 def start_at_neighbours(encoder: Encoder) -> None:
-    """Replace position vectors by waves, and queries of each head by its keys with its shift between them.
+    """Set position vectors to waves, and query weights of each head to its key weights applied to shifted positions.
 
-    The encoder must have learned positions of an even width, and random weights.
+    The encoder must have learned positions of an even width. Its other weights do not change.
     """
     table = encoder.positions.vectors
     assert table is not None
     num_positions, width = table.shape
     vectors = waves(num_positions, width)
-    table.copy_(vectors * (POSITION_SHARE * encoder.embedding.weight.std() / vectors.std()))
+    token_size = encoder.embedding.weight.std() * encoder.embedding_scale
+    table.copy_(vectors * (POSITION_SIZE * token_size / vectors.std()))
     shifts = [_in_layers(shift(num_positions, width, offset), encoder.widen) for offset in OFFSETS]
     for layer in encoder.layers:
         assert isinstance(layer, EncoderLayer)
@@ -65,7 +66,10 @@ def start_at_neighbours(encoder: Encoder) -> None:
 
 
 def _in_layers(matrix: Tensor, widen: nn.Module) -> Tensor:
-    """Return a map of position vectors as a map of the layers' states, which `widen` makes from them."""
+    """Return the matrix [M, M] that does to the layers' states what `matrix` [W, W] does to embeddings.
+
+    widen: map from embeddings of width W to states of width M; the identity if they are equal.
+    """
     if not isinstance(widen, nn.Linear):
         return matrix
     narrow: Tensor = torch.linalg.pinv(widen.weight)

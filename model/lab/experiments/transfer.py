@@ -54,7 +54,8 @@ def _toy_encoders(setting: Setting) -> list[Trial]:
 def _encoder(setting: Setting, seed: int) -> Trial:
     recipe = load_any_recipe(_PRETRAINING)
     assert isinstance(recipe, PretrainRecipe)
-    train = recipe.train.model_copy(update=dict(max_steps=setting.steps(recipe.train.max_steps), seed=seed))
+    steps = {name: setting.steps(getattr(recipe.train, name)) for name in ("max_steps", "warmup_steps")}
+    train = recipe.train.model_copy(update=dict(seed=seed, **steps))
     return Trial(name=_PRETRAINING, recipe=recipe.model_copy(update=dict(train=train)), data=setting.public_data())
 
 

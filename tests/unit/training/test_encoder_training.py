@@ -26,7 +26,7 @@ from antiphon.model.training.tasks.training_task import Batches, RunFolders
 from antiphon.model.training.train import Trainer, frozen
 from antiphon.model.transformer.dropout import Dropout
 from antiphon.model.transformer.layers import EncoderLayer
-from antiphon.model.transformer.neighbour_start import OFFSETS
+from antiphon.model.transformer.neighbour_start import OFFSETS, POSITION_SIZE
 from tests.encoder_recipes import GROUP, commands, fine_tune_recipe, pretrain_recipe, pretrained
 
 torch.set_num_threads(1)  # arrays this small are slower with several threads
@@ -126,7 +126,7 @@ def test_static_masks_return_after_their_copies_and_dynamic_ones_do_not(tmp_path
     assert plans[0] != plans[1], "batches are in another order in every epoch"
 
 
-@pytest.mark.parametrize("changes", [{}, {"embedding_width": 16, "share_layers": True}])
+@pytest.mark.parametrize("changes", [{}, {"embedding_width": 16, "share_layers": True}, {"scale_embeddings": True}])
 def test_heads_that_start_at_neighbours_attend_to_them(tmp_path: Path, changes: dict[str, object]) -> None:
     """Scores of attention are averaged over texts of random tokens, by the distance from query to key.
 
@@ -139,6 +139,9 @@ def test_heads_that_start_at_neighbours_attend_to_them(tmp_path: Path, changes: 
     encoder = task.make_model("eager").encoder
     assert encoder is not None
     length = task.config.max_source_len
+    tokens, positions = encoder.embedding.weight.std() * encoder.embedding_scale, encoder.positions.vectors
+    assert positions is not None
+    assert (positions.std() / tokens).item() == pytest.approx(POSITION_SIZE)
     ids = torch.randint(task.config.vocab_size, (200, length), generator=torch.Generator().manual_seed(1))
     layer = encoder.layers[0]
     assert isinstance(layer, EncoderLayer)
