@@ -377,9 +377,11 @@ def test_random_weights_use_only_shape_and_tokenizer_of_the_checkpoint(base: Pat
     recipe = fine_tune_recipe(tmp_path, "classify")
     kept = Trainer(recipe, tmp_path, tmp_path / "kept", GROUP, init=init)
     drawn = Trainer(recipe, tmp_path, tmp_path / "drawn", GROUP, init=init, keep_weights=False)
-    name = "encoder.embedding.weight"
-    assert torch.equal(kept.model.state_dict()[name], init.model.state_dict()[name])
-    assert not torch.equal(drawn.model.state_dict()[name], init.model.state_dict()[name])
+    first, names = init.model.state_dict(), ["encoder.embedding.weight", "heads.classify.transform.weight"]
+    first["heads.classify.transform.weight"] = first["heads.next_sentence.transform.weight"]  # BERT's pooler
+    for name in names:
+        assert torch.equal(kept.model.state_dict()[name], first[name])
+        assert not torch.equal(drawn.model.state_dict()[name], first[name])
     assert drawn.model_config == kept.model_config
     assert drawn.task.tokenizer.encode("play music") == init.tokenizer.encode("play music")
 
