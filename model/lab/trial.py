@@ -1,6 +1,6 @@
 """Trial: one training run of an experiment, with its figures. A killed trial is resumed, a finished one is read.
 
-The names of runs and results have a fingerprint of the recipe, so those of other settings are never mixed.
+The names of runs and results have fingerprints of their recipes, so those of other settings are never mixed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from antiphon.model.checkpoints.checkpoint import load_checkpoint
 from antiphon.model.lab.machine import machine
 from antiphon.model.training.group import Group
-from antiphon.model.training.recipe import PretrainRecipe, Recipe
+from antiphon.model.training.recipe import FineTuneRecipe, PretrainRecipe, Recipe
 from antiphon.model.training.recipe_data import DataConfig
 from antiphon.model.training.tasks.training_task import RunFolders, TrainingTask
 from antiphon.model.training.train import Trainer, TrainingDiverged, open_task
@@ -33,7 +33,7 @@ class Trial:
     """One training run: the name of its setting in the experiment, its recipe with the seed, and the data folder.
 
     teacher: run whose model this one learns from, for a recipe with distillation. open_task: task of the recipe, see
-    Trainer.
+    Trainer. tasks: recipes with which the trained encoder is fine-tuned for its figures.
     """
 
     name: str
@@ -41,6 +41,7 @@ class Trial:
     data: Path
     teacher: Trial | None = None
     open_task: Callable[[Any, RunFolders], TrainingTask[Any]] = open_task
+    tasks: tuple[FineTuneRecipe, ...] = ()
 
     @property
     def seed(self) -> int:
@@ -61,7 +62,15 @@ class Trial:
         described = f"{self.recipe.model_dump_json(exclude_defaults=True)}|{task}"
         if self.teacher is not None:
             described += f"|{self.teacher.key}"
-        return f"{self.recipe.name}.s{self.seed}.{hashlib.sha256(described.encode()).hexdigest()[:8]}"
+        return f"{self.recipe.name}.s{self.seed}.{_fingerprint(described)}"
+
+    @property
+    def result_name(self) -> str:
+        """Name of the result's file. A trial with changed tasks has the same run and another result."""
+        parts = [self.name.replace(" ", "-"), self.key]
+        if self.tasks:
+            parts.append(_fingerprint("|".join(task.model_dump_json(exclude_defaults=True) for task in self.tasks)))
+        return ".".join([*parts, "json"])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,7 +104,7 @@ class Folders:
 
 def run_trial(trial: Trial, folders: Folders, measure: Measure) -> Result:
     """Train and measure, or read the run or the result that is there already."""
-    path = folders.results / f"{trial.name.replace(' ', '-')}.{trial.key}.json"
+    path = folders.results / trial.result_name
     if not path.is_file():
         run = folders.runs / trial.key
         trained = train(trial, run)
@@ -141,3 +150,7 @@ def _curve(folder: Path) -> list[Figures]:
     # A run that was killed between a checkpoint and its record, or after both, can have a step twice.
     by_step = {record["step"]: {key: value for key, value in record.items() if key != "time"} for record in records}
     return [by_step[step] for step in sorted(by_step)]
+
+
+def _fingerprint(described: str) -> str:
+    return hashlib.sha256(described.encode()).hexdigest()[:8]

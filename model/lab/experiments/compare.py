@@ -66,7 +66,11 @@ def trials(setting: Setting) -> list[Trial]:
         for name, changes in _changes(layers).items():
             recipe = _recipe(setting, name, seed, shape, changes)
             trial = Trial(
-                name=name, recipe=recipe, data=data_folder(setting), teacher=teacher if name == STUDENT else None
+                name=name,
+                recipe=recipe,
+                data=data_folder(setting),
+                teacher=teacher if name == STUDENT else None,
+                tasks=tuple(task_recipe(setting, task, seed, _EXAMPLES) for task in TASKS),
             )
             teacher = trial if name == BERT else teacher
             found.append(trial)
@@ -107,11 +111,10 @@ def task_recipe(setting: Setting, name: str, seed: int, max_train_examples: int 
     return recipe.model_copy(update={"data": data, "train": train})
 
 
-def _measure(setting: Setting, trial: Trial, averaged: Path) -> Figures:
+def _measure(_setting: Setting, trial: Trial, averaged: Path) -> Figures:
     """Return the score of each task after fine-tuning, their mean, and the accuracy of pre-training."""
     scores = {
-        task: score_of(fine_tune(task_recipe(setting, task, trial.seed, _EXAMPLES), trial.data, averaged))
-        for task in TASKS
+        name: score_of(fine_tune(task, trial.data, averaged)) for name, task in zip(TASKS, trial.tasks, strict=True)
     }
     masked = 100 * last_record(averaged.parent)["fill_mask_accuracy"]
     return {**scores, MEAN: sum(scores.values()) / len(scores), "masked tokens": masked}

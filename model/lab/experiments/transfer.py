@@ -44,7 +44,11 @@ def _rows(setting: Setting) -> dict[str, tuple[str, int | None]]:
 def _trials(setting: Setting) -> list[Trial]:
     """Return a trial for each row and seed; all rows of a seed share one pre-trained encoder."""
     pretrained = _toy_encoders(setting) if setting.is_toy else [_encoder(setting, seed) for seed in setting.seeds]
-    return [replace(trial, name=name) for name in _rows(setting) for trial in pretrained]
+    return [
+        replace(trial, name=name, tasks=(task_recipe(setting, task, trial.seed, count),))
+        for name, (task, count) in _rows(setting).items()
+        for trial in pretrained
+    ]
 
 
 def _toy_encoders(setting: Setting) -> list[Trial]:
@@ -59,10 +63,9 @@ def _encoder(setting: Setting, seed: int) -> Trial:
     return Trial(name=_PRETRAINING, recipe=recipe.model_copy(update=dict(train=train)), data=setting.public_data())
 
 
-def _measure(setting: Setting, trial: Trial, averaged: Path) -> Figures:
+def _measure(_setting: Setting, trial: Trial, averaged: Path) -> Figures:
     """Return the score of each start in percent: accuracy, or F1 of entities."""
-    task, count = _rows(setting)[trial.name]
-    recipe = task_recipe(setting, task, trial.seed, count)
+    (recipe,) = trial.tasks
     return {
         name: score_of(
             fine_tune(

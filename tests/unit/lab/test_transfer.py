@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from antiphon.model.lab.experiments.transfer import COUNTS, TASKS, TRANSFER
@@ -23,3 +24,12 @@ def test_scale_changes_the_steps_of_warm_up_and_training(tmp_path: Path) -> None
         for scale in (1.0, 0.5)
     )
     assert (2 * half.max_steps, 2 * half.warmup_steps) == (whole.max_steps, whole.warmup_steps)
+
+
+def test_rows_of_a_changed_task_have_the_same_run_and_another_result(tmp_path: Path) -> None:
+    trial = TRANSFER.trials(Setting(data=tmp_path, output=tmp_path, seeds=(1,)))[0]
+    (task,) = trial.tasks
+    train = task.train.model_copy(update={"peak_lr": 1e-5})
+    changed = replace(trial, tasks=(task.model_copy(update={"train": train}),))
+    assert changed.key == trial.key
+    assert changed.result_name != trial.result_name
