@@ -131,17 +131,17 @@ class FineTuneTask:
     def make_model(self, backend: Backend) -> Transformer:
         """Return the model to train, see TrainingTask.
 
-        The head's output layer is always new. Its dense layer for the first token continues from pre-training.
+        The head's output layer is always new. For texts the dense layer before it continues from that of the
+        pre-trained head for next sentences, if there is one: it is BERT's pooler.
         """
         model = Transformer(self.config, attention_backend=backend)
         if self.folders.keep_weights:
             assert model.encoder is not None
             assert self.init.model.encoder is not None
             model.encoder.load_state_dict(self.init.model.encoder.state_dict())
-            if self.recipe.task == "classify" and (pooler := _pooler(self.init.model)) is not None:
-                transform = model.heads["classify"].transform
-                assert isinstance(transform, nn.Linear)
-                transform.load_state_dict(pooler.state_dict())
+            if self.recipe.task == "classify" and "next_sentence" in self.init.model.heads:
+                pooler = self.init.model.get_submodule("heads.next_sentence.transform")
+                model.get_submodule("heads.classify.transform").load_state_dict(pooler.state_dict())
         return model
 
     def make_loss(self, model: Transformer) -> nn.Module:
@@ -181,16 +181,6 @@ class FineTuneTask:
                 words = words_of_tokens(item.words, self.tokenizer.encode_source(item.text).offsets)[:limit]
                 tags = [self.labels[label] for label in chosen[row][before : before + len(words)]]
                 yield item.tags, first_tags(words, tags, len(item.words))
-
-
-def _pooler(model: Transformer) -> nn.Linear | None:
-    """Return the dense layer before tanh that a pre-trained model applies to the first token; None if it has none."""
-    for head in model.config.heads:
-        if head.task in ("next_sentence", "pool") and head.activation == "tanh":
-            transform = model.heads[head.task].transform
-            if isinstance(transform, nn.Linear) and transform.out_features == model.config.d_model:
-                return transform
-    return None
 
 
 def _labels_of(item: Labelled | Tagged) -> tuple[str, ...]:
