@@ -36,7 +36,7 @@ _MODEL: dict[str, object] = {"d_model": 128, "encoder_layers": 4, "num_heads": 4
 _TOY_MODEL: dict[str, object] = {"d_model": 32, "encoder_layers": 2, "num_heads": 4, "d_ff": 64, "max_source_len": 32}
 _EXAMPLES = 4000  # labelled texts of each task
 # Sentences of a text whose labels are asked for the measurement of speed: with one, most of the time is the request's.
-_JOINED, _TOY_JOINED = 8, 1
+_JOINED, _TOY_JOINED = 5, 1
 _TEXTS, _TOY_TEXTS = 400, 8
 _RUNS = 3
 
