@@ -34,8 +34,12 @@ PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 NUM_ANSWERED, NUM_STREAMED, NUM_REFUSED, NUM_LATE, NUM_CANCELLED = 5, 4, 3, 3, 4
 
 
-async def traffic(target: str) -> list[pb.Usage]:
-    """Make answered, streamed, refused, expired and cancelled requests; return the usage of the answered ones."""
+async def traffic(target: str) -> tuple[list[pb.Usage], int]:
+    """Make answered, streamed, refused, expired and cancelled requests.
+
+    Returns the usage of the answered ones, and the number of calls whose deadline passed before their first token:
+    on a busy machine such a call may end before the server sees it.
+    """
     async with grpc.aio.insecure_channel(target, options=[("grpc.enable_retries", 0)]) as channel:
         await channel.channel_ready()  # otherwise the first deadlines would pass before anything is sent
         stub: Any = InferenceServiceStub(channel)
@@ -44,14 +48,15 @@ async def traffic(target: str) -> list[pb.Usage]:
         ]
         streams = [_read(stub.Generate(_stream(5 + index))) for index in range(NUM_STREAMED)]
         bad = [stub.GenerateUnary(_whole(3, temperature=-1)) for _ in range(NUM_REFUSED)]
-        late = [stub.GenerateUnary(_whole(2000), timeout=0.25) for _ in range(NUM_LATE)]
+        late = [_outlast(stub) for _ in range(NUM_LATE)]
         dropped = [_drop(stub.Generate(_stream(2000))) for _ in range(NUM_CANCELLED)]
         answers = await asyncio.gather(*asked)
         usages = await asyncio.gather(*streams)
-        failed = await asyncio.gather(*bad, *late, return_exceptions=True)
+        failed = await asyncio.gather(*bad, return_exceptions=True)
+        unseen = sum(await asyncio.gather(*late))
         await asyncio.gather(*dropped)
     assert all(isinstance(one, grpc.aio.AioRpcError) for one in failed)
-    return [*(answer.usage for answer in answers), *usages]
+    return [*(answer.usage for answer in answers), *usages], unseen
 
 
 def _whole(max_new_tokens: int, **options: Any) -> pb.GenerateUnaryRequest:
@@ -66,6 +71,25 @@ def _stream(max_new_tokens: int) -> pb.GenerateRequest:
 async def _read(stream: Any) -> pb.Usage:
     messages: list[pb.GenerateResponse] = [message async for message in stream]
     return messages[-1].usage
+
+
+async def _drain(stream: Any) -> None:
+    while await stream.read() is not grpc.aio.EOF:
+        pass
+
+
+async def _outlast(stub: Any) -> int:
+    """Stream beyond a deadline that leaves time for a first token; return how many deadlines were too short for it."""
+    for attempt in range(8):
+        stream = stub.Generate(_stream(2000), timeout=0.25 * 2**attempt)
+        try:
+            await stream.read()
+        except grpc.aio.AioRpcError:
+            continue
+        with pytest.raises(grpc.aio.AioRpcError, match="DEADLINE_EXCEEDED"):
+            await _drain(stream)
+        return attempt
+    pytest.fail("no token in 32 s")
 
 
 async def _drop(stream: Any) -> None:
@@ -83,16 +107,16 @@ def total(metrics: Mapping[str, float], name: str, *having: str) -> float:
 
 async def test_every_documented_metric_is_served_and_the_numbers_add_up(bundle: Path) -> None:
     with ServerProcess(bundle) as server:
-        usages = await traffic(server.target)
+        usages, unseen = await traffic(server.target)
         metrics = await asyncio.to_thread(server.wait_for_metrics, is_idle)
     names = {key.partition("{")[0] for key in metrics}
     for name, (kind, *_) in documented().items():
         assert f"{name}_count" in names if kind == "histogram" else name in {*names, *CONDITIONAL}, name
-    _check_ends(metrics)
+    _check_ends(metrics, unseen)
     _check_tokens(metrics, usages)
 
 
-def _check_ends(metrics: Mapping[str, float]) -> None:
+def _check_ends(metrics: Mapping[str, float], unseen: int) -> None:
     inner = ("stage=waiting", "stage=encoding", "stage=running")
     answered = total(metrics, "request_success_total")
     cancelled = sum(total(metrics, "cancellations_total", stage) for stage in inner)
@@ -100,13 +124,19 @@ def _check_ends(metrics: Mapping[str, float]) -> None:
     hopeless = total(metrics, "deadline_misses_total", "stage=submit")  # on a very busy machine
     errors = total(metrics, "request_errors_total")
     assert (answered, errors) == (NUM_ANSWERED + NUM_STREAMED, 0)
-    assert (cancelled, late + hopeless) == (NUM_CANCELLED, NUM_LATE)
+    # On a busy machine the server reads a call late. The client's deadline then looks like a cancellation.
+    assert cancelled >= NUM_CANCELLED
+    assert late + hopeless <= NUM_LATE + unseen
+    assert NUM_CANCELLED + NUM_LATE <= cancelled + late + hopeless <= NUM_CANCELLED + NUM_LATE + unseen
     assert total(metrics, "requests_submitted_total") == answered + cancelled + late + errors
     assert total(metrics, "requests_refused_total") == NUM_REFUSED + hopeless
     assert total(metrics, "requests_refused_total", "reason=INVALID_FIELD") == NUM_REFUSED
-    codes = {"OK": answered, "INVALID_ARGUMENT": NUM_REFUSED, "DEADLINE_EXCEEDED": NUM_LATE, "CANCELLED": cancelled}
-    assert {code: total(metrics, "grpc_server_handled_total", f"code={code}") for code in codes} == codes
-    assert total(metrics, "grpc_server_handled_total") == sum(codes.values())
+    codes = {"OK": answered, "INVALID_ARGUMENT": NUM_REFUSED, "DEADLINE_EXCEEDED": late + hopeless}
+    handled = {code: total(metrics, "grpc_server_handled_total", f"code={code}") for code in (*codes, "CANCELLED")}
+    cancelled_rpcs = handled.pop("CANCELLED")
+    assert handled == codes
+    assert cancelled <= cancelled_rpcs <= cancelled + unseen  # a call that ended before it was read
+    assert total(metrics, "grpc_server_handled_total") == sum(codes.values()) + cancelled_rpcs
     assert total(metrics, "grpc_server_in_flight") == 0
 
 
