@@ -1,0 +1,33 @@
+"""Costs of exported classifiers: the graphs alone answer as the server does, so their speeds are of the same work."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+from antiphon.model.bundle.manifest import load_bundle
+from antiphon.model.checkpoints.checkpoint import load_checkpoint
+from antiphon.model.lab.measures.classifiers import GRAPH, PRECISION, SERVED, PlainClassifier, classifier_costs
+from antiphon.model.lab.measures.fine_tuned import fine_tune
+from antiphon.model.lab.measures.served import classify_all, serving
+from tests.encoder_recipes import VERBS, command, fine_tune_recipe, pretrained
+
+
+def test_graphs_alone_give_the_served_labels_and_every_cost_is_measured(tmp_path: Path) -> None:
+    recipe = fine_tune_recipe(tmp_path, "classify", max_steps=60, checkpoint_every_steps=60)
+    averaged = fine_tune(recipe, tmp_path, pretrained(tmp_path, max_steps=10))
+    chance = random.Random(5)
+    texts = [command(chance)[0] for _ in range(20)]
+    costs = classifier_costs({"one": averaged}, texts, num_runs=1)
+    bundle = load_bundle(averaged.with_name("bundle"))
+    plain = PlainClassifier(bundle)
+    with serving(bundle.path, PRECISION) as server:
+        served = classify_all(server.client, texts)
+    assert plain.classify(plain.encode(texts)) == served
+    assert set(served) == set(VERBS), "a model that gives one label to all texts would show nothing"
+    assert set(costs) == {"one"}
+    weights = load_checkpoint(averaged).model
+    assert costs["one"]["parameters, million"] == sum(one.numel() for one in weights.parameters()) / 1e6
+    assert costs["one"]["bundle, MB"] >= sum(path.stat().st_size for path in bundle.path.rglob("*.onnx")) / 1e6
+    assert costs["one"][GRAPH] > 0
+    assert costs["one"][SERVED] > 0
