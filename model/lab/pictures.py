@@ -32,7 +32,7 @@ class Panel:
     """One part of a picture: series of points by name, and labels as for Axes.set."""
 
     series: Mapping[str, Points]
-    labels: Mapping[str, str]
+    labels: Mapping[str, Any]
 
 
 def curves(series: Mapping[str, Points], target: Path, **labels: Any) -> None:

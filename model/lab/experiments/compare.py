@@ -32,8 +32,8 @@ _TOY_MODEL: dict[str, object] = {"d_model": 32, "encoder_layers": 2, "num_heads"
 _EXAMPLES = 4000  # labelled texts of each task
 # Sentences of a text whose labels are asked for the measurement of speed: with one, most of the time is the request's.
 _JOINED, _TOY_JOINED = 5, 1
-_TEXTS, _TOY_TEXTS = 400, 8
-_RUNS = 3
+_TEXTS, _TOY_TEXTS = 800, 8
+_RUNS = 7
 
 _NO_PAIRS: dict[str, object] = {"next_sentences": False}
 

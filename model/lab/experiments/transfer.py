@@ -102,6 +102,8 @@ def _claims(results: Results) -> Sequence[Claim]:
 
 def _draw(results: Results, target: Path) -> None:
     tasks = list(dict.fromkeys(name.split()[0] for name in results.trials))
+    counts = list(dict.fromkeys(name.split()[1] for name in results.trials))
+    axis = dict(xlabel="labelled texts", xticks=range(len(counts)), xticklabels=counts)
 
     def values(task: str, start: str) -> dict[float, list[float]]:
         rows = [name for name in results.trials if name.startswith(f"{task} ")]
@@ -111,7 +113,7 @@ def _draw(results: Results, target: Path) -> None:
         [
             Panel(
                 series={start: values(task, start) for start in _STARTS},
-                labels=dict(title=task, xlabel="100, 1,000 and all texts", ylabel="%"),
+                labels=dict(title=task, ylabel="%", **axis),
             )
             for task in tasks
         ],
