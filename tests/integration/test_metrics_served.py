@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,13 +33,14 @@ CONDITIONAL = {
 }
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 NUM_ANSWERED, NUM_STREAMED, NUM_REFUSED, NUM_LATE, NUM_CANCELLED = 5, 4, 3, 3, 4
+AT_ONCE_S = 0.02  # service/rpc/v1/answers/reading.py allows as much between the clocks
 
 
 async def traffic(target: str) -> tuple[list[pb.Usage], int]:
     """Make answered, streamed, refused, expired and cancelled requests.
 
-    Returns the usage of the answered ones, and the number of calls whose deadline passed before their first token:
-    on a busy machine such a call may end before the server sees it.
+    Returns the usage of the answered ones, and the number of expired calls, beside NUM_LATE, that a busy server read
+    too late to know that their deadline ended them.
     """
     async with grpc.aio.insecure_channel(target, options=[("grpc.enable_retries", 0)]) as channel:
         await channel.channel_ready()  # otherwise the first deadlines would pass before anything is sent
@@ -48,15 +50,14 @@ async def traffic(target: str) -> tuple[list[pb.Usage], int]:
         ]
         streams = [_read(stub.Generate(_stream(5 + index))) for index in range(NUM_STREAMED)]
         bad = [stub.GenerateUnary(_whole(3, temperature=-1)) for _ in range(NUM_REFUSED)]
-        late = [_outlast(stub) for _ in range(NUM_LATE)]
         dropped = [_drop(stub.Generate(_stream(2000))) for _ in range(NUM_CANCELLED)]
         answers = await asyncio.gather(*asked)
         usages = await asyncio.gather(*streams)
         failed = await asyncio.gather(*bad, return_exceptions=True)
-        unseen = sum(await asyncio.gather(*late))
         await asyncio.gather(*dropped)
+        doubtful = sum([await _outlast(stub) for _ in range(NUM_LATE)])
     assert all(isinstance(one, grpc.aio.AioRpcError) for one in failed)
-    return [*(answer.usage for answer in answers), *usages], unseen
+    return [*(answer.usage for answer in answers), *usages], doubtful
 
 
 def _whole(max_new_tokens: int, **options: Any) -> pb.GenerateUnaryRequest:
@@ -79,17 +80,23 @@ async def _drain(stream: Any) -> None:
 
 
 async def _outlast(stub: Any) -> int:
-    """Stream beyond a deadline that leaves time for a first token; return how many deadlines were too short for it."""
-    for attempt in range(8):
-        stream = stub.Generate(_stream(2000), timeout=0.25 * 2**attempt)
+    """Stream beyond a deadline; return how many attempts were made before one whose first token came at once.
+
+    The server's deadline begins when it reads the call. Only if that was at once does it know the end for a deadline.
+    """
+    for attempt in range(20):
+        sent_s = time.monotonic()
+        stream = stub.Generate(_stream(2000), timeout=0.1)
         try:
             await stream.read()
         except grpc.aio.AioRpcError:
             continue
+        waited_s = time.monotonic() - sent_s
         with pytest.raises(grpc.aio.AioRpcError, match="DEADLINE_EXCEEDED"):
             await _drain(stream)
-        return attempt
-    pytest.fail("no token in 32 s")
+        if waited_s <= AT_ONCE_S:
+            return attempt
+    pytest.fail(f"no first token within {AT_ONCE_S} s")
 
 
 async def _drop(stream: Any) -> None:
@@ -107,16 +114,16 @@ def total(metrics: Mapping[str, float], name: str, *having: str) -> float:
 
 async def test_every_documented_metric_is_served_and_the_numbers_add_up(bundle: Path) -> None:
     with ServerProcess(bundle) as server:
-        usages, unseen = await traffic(server.target)
+        usages, doubtful = await traffic(server.target)
         metrics = await asyncio.to_thread(server.wait_for_metrics, is_idle)
     names = {key.partition("{")[0] for key in metrics}
     for name, (kind, *_) in documented().items():
         assert f"{name}_count" in names if kind == "histogram" else name in {*names, *CONDITIONAL}, name
-    _check_ends(metrics, unseen)
+    _check_ends(metrics, doubtful)
     _check_tokens(metrics, usages)
 
 
-def _check_ends(metrics: Mapping[str, float], unseen: int) -> None:
+def _check_ends(metrics: Mapping[str, float], doubtful: int) -> None:
     inner = ("stage=waiting", "stage=encoding", "stage=running")
     answered = total(metrics, "request_success_total")
     cancelled = sum(total(metrics, "cancellations_total", stage) for stage in inner)
@@ -124,10 +131,9 @@ def _check_ends(metrics: Mapping[str, float], unseen: int) -> None:
     hopeless = total(metrics, "deadline_misses_total", "stage=submit")  # on a very busy machine
     errors = total(metrics, "request_errors_total")
     assert (answered, errors) == (NUM_ANSWERED + NUM_STREAMED, 0)
-    # On a busy machine the server reads a call late. The client's deadline then looks like a cancellation.
-    assert cancelled >= NUM_CANCELLED
-    assert late + hopeless <= NUM_LATE + unseen
-    assert NUM_CANCELLED + NUM_LATE <= cancelled + late + hopeless <= NUM_CANCELLED + NUM_LATE + unseen
+    assert NUM_LATE <= late + hopeless <= NUM_LATE + doubtful
+    assert NUM_CANCELLED <= cancelled <= NUM_CANCELLED + doubtful
+    assert cancelled + late + hopeless <= NUM_CANCELLED + NUM_LATE + doubtful
     assert total(metrics, "requests_submitted_total") == answered + cancelled + late + errors
     assert total(metrics, "requests_refused_total") == NUM_REFUSED + hopeless
     assert total(metrics, "requests_refused_total", "reason=INVALID_FIELD") == NUM_REFUSED
@@ -135,7 +141,7 @@ def _check_ends(metrics: Mapping[str, float], unseen: int) -> None:
     handled = {code: total(metrics, "grpc_server_handled_total", f"code={code}") for code in (*codes, "CANCELLED")}
     cancelled_rpcs = handled.pop("CANCELLED")
     assert handled == codes
-    assert cancelled <= cancelled_rpcs <= cancelled + unseen  # a call that ended before it was read
+    assert cancelled <= cancelled_rpcs <= cancelled + doubtful  # a call that ended before it was read
     assert total(metrics, "grpc_server_handled_total") == sum(codes.values()) + cancelled_rpcs
     assert total(metrics, "grpc_server_in_flight") == 0
 

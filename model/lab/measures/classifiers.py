@@ -29,7 +29,7 @@ class PlainClassifier:
         self._encoder = NativeEncoder(bundle.path, bundle.graph_set(PRECISION), manifest.model)
         self._tokenizer, self._text = open_tokenizer(bundle.path, manifest.text), manifest.text
         (head,) = (head for head in manifest.model.heads if head.task == "classify")
-        self._labels = head.labels
+        self.labels = head.labels
 
     def encode(self, texts: Sequence[str]) -> list[Ids]:
         """Return the tokens [S] int64 of each text."""
@@ -37,9 +37,10 @@ class PlainClassifier:
 
     def classify(self, sources: Sequence[Ids]) -> list[str]:
         """Return the most probable label of each source [S]."""
-        return [self._labels[int(self._logits(source).argmax())] for source in sources]
+        return [self.labels[int(self.logits(source).argmax())] for source in sources]
 
-    def _logits(self, source: Ids) -> Floats:
+    def logits(self, source: Ids) -> Floats:
+        """Return the logits [1, L] float32 of all L labels for a source [S]."""
         (states,) = self._encoder.encode([source])
         return self._encoder.read_out("classify", states[:1])
 

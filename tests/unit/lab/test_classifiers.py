@@ -5,6 +5,9 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import pytest
+import torch
+
 from antiphon.model.bundle.manifest import load_bundle
 from antiphon.model.checkpoints.checkpoint import load_checkpoint
 from antiphon.model.lab.measures.classifiers import GRAPH, PRECISION, SERVED, PlainClassifier, classifier_costs
@@ -23,7 +26,11 @@ def test_graphs_alone_give_the_served_labels_and_every_cost_is_measured(tmp_path
     plain = PlainClassifier(bundle)
     with serving(bundle.path, PRECISION) as server:
         served = classify_all(server.client, texts)
-    assert plain.classify(plain.encode(texts)) == served
+        by_label = {one.label: one.score for one in server.client.classify(texts[0]).labels}
+    sources = plain.encode(texts)
+    assert plain.classify(sources) == served
+    expected = torch.from_numpy(plain.logits(sources[0])[0]).softmax(dim=-1).tolist()
+    assert [by_label[label] for label in plain.labels] == pytest.approx(expected, abs=1e-6)
     assert set(served) == set(VERBS), "a model that gives one label to all texts would show nothing"
     assert set(costs) == {"one"}
     weights = load_checkpoint(averaged).model
