@@ -10,7 +10,7 @@ import torch
 
 from antiphon.model.training.group import Group
 from antiphon.model.training.recipe import FineTuneRecipe, PretrainRecipe
-from antiphon.model.training.train import Trainer
+from antiphon.model.training.trainer import Trainer
 
 VERBS = {"play": "music", "book": "table", "check": "weather"}
 PLACES = ["rome", "oslo", "lima"]

@@ -20,7 +20,7 @@ from antiphon.model.training.group import Group
 from antiphon.model.training.recipe import FineTuneRecipe, PretrainRecipe, Recipe
 from antiphon.model.training.recipe_data import DataConfig
 from antiphon.model.training.tasks.training_task import RunFolders, TrainingTask
-from antiphon.model.training.train import Trainer, TrainingDiverged, open_task
+from antiphon.model.training.trainer import Trainer, TrainingDiverged, open_task
 
 Figures = dict[str, Any]
 """Measured values by name, as JSON can hold them."""

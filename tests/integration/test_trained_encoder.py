@@ -21,7 +21,7 @@ from antiphon.model.checkpoints.checkpoint import Checkpoint, load_checkpoint
 from antiphon.model.export.export import export_bundle
 from antiphon.model.head_config import Task
 from antiphon.model.text.template import fill
-from antiphon.model.training.train import Trainer
+from antiphon.model.training.trainer import Trainer
 from antiphon.service.runtime.encoder_runner import EncoderRunner
 from antiphon.service.runtime.runners import open_runner
 from antiphon.service.tools.evaluation.evaluate_labels import evaluate_labels

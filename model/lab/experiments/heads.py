@@ -33,7 +33,7 @@ from antiphon.model.training.data.corpus import load_corpus
 from antiphon.model.training.group import Group
 from antiphon.model.training.pruning.head_choice import Each, Share
 from antiphon.model.training.pruning.prune import prune
-from antiphon.model.training.train import Trainer
+from antiphon.model.training.trainer import Trainer
 
 _SETTING = "heads 8"
 _SHARES = (10, 20, 30, 40, 50, 60)

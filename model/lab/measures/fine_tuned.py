@@ -9,7 +9,7 @@ from pathlib import Path
 from antiphon.model.checkpoints.checkpoint import load_checkpoint
 from antiphon.model.training.group import Group
 from antiphon.model.training.recipe import FineTuneRecipe
-from antiphon.model.training.train import Trainer
+from antiphon.model.training.trainer import Trainer
 
 
 def fine_tune(recipe: FineTuneRecipe, data: Path, averaged: Path, *, keep_weights: bool = True) -> Path:

@@ -14,7 +14,7 @@ from antiphon.model.lab.data.datasets import Dataset
 from antiphon.model.lab.recurrent.recurrent_task import OpenRecurrent
 from antiphon.model.training.recipe import Recipe
 from antiphon.model.training.tasks.training_task import RunFolders, TrainingTask
-from antiphon.model.training.train import open_task
+from antiphon.model.training.trainer import open_task
 
 TRANSFORMER: dict[str, object] = dict(
     d_model=96, encoder_layers=2, decoder_layers=2, num_heads=4, d_ff=256, norm_placement="pre", dropout=0.0

@@ -155,7 +155,7 @@ translations with the probability of each token and its alternatives, sampling, 
 the page is for this machine only and loads nothing from elsewhere; Ctrl-C ends it""",
     ),
     "train": Subcommand(
-        module="antiphon.model.training.train",
+        module="antiphon.model.training.command",
         extra="train",
         summary="train a model from a recipe",
         examples="""\

@@ -11,7 +11,7 @@ from antiphon.model.lab.recurrent.recurrent_task import OpenRecurrent, Recurrent
 from antiphon.model.training.recipe import RecipeError
 from antiphon.model.training.tasks.training_task import RunFolders
 from antiphon.model.training.tasks.translation_task import TranslationTask
-from antiphon.model.training.train import Trainer
+from antiphon.model.training.trainer import Trainer
 from tests.unit.lab.recurrent_models import ALONE, SHAPE, small_recipe
 
 torch.set_num_threads(1)  # arrays this small are slower with several threads

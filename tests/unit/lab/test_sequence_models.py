@@ -15,7 +15,7 @@ from antiphon.model.lab.measures.sequence_models import SequenceModel, load_sequ
 from antiphon.model.lab.measures.speeds import DECODING, TRAINING, produced_tokens, speeds
 from antiphon.model.lab.recurrent.sequence_recipes import LSTM, OPEN_TASKS
 from antiphon.model.lab.trial import Trial, train
-from antiphon.model.training.train import Trainer
+from antiphon.model.training.trainer import Trainer
 from tests.unit.lab.recurrent_models import ALONE, SIZES, made_dataset
 from tests.unit.lab.settings import toy_setting
 

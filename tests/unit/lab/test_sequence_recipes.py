@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from antiphon.model.lab.recurrent.sequence_recipes import OPEN_TASKS, PEAK_LR, Optimisation, sequence_recipe
-from antiphon.model.training.train import Trainer
+from antiphon.model.training.trainer import Trainer
 from tests.unit.lab.recurrent_models import ALONE, SIZES, made_dataset
 
 

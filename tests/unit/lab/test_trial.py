@@ -70,7 +70,7 @@ from pathlib import Path
 import torch
 torch.set_num_threads(1)
 from antiphon.model.lab.trial import run_trial
-from antiphon.model.training.train import Trainer
+from antiphon.model.training.trainer import Trainer
 from tests.unit.lab.settings import toy_setting, toy_trial
 from tests.unit.lab.test_trial import folders, parameters
 

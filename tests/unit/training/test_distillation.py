@@ -13,7 +13,7 @@ from antiphon.model.training.data.translation_data import IGNORED_LABEL
 from antiphon.model.training.recipe import Distillation, PretrainRecipe, RecipeError
 from antiphon.model.training.tasks.distill_task import DistillTask, taught_layers
 from antiphon.model.training.tasks.distillation_loss import DistillationLoss
-from antiphon.model.training.train import Trainer
+from antiphon.model.training.trainer import Trainer
 from antiphon.model.transformer.transformer import Transformer
 from tests.encoder_recipes import GROUP, pretrain_recipe, pretrained
 

@@ -15,6 +15,7 @@ from antiphon.model.checkpoints.checkpoint import load_checkpoint, read_tensors
 from antiphon.model.config import preset
 from antiphon.model.head_config import FIRST_TOKEN_TASKS
 from antiphon.model.text.template import fill
+from antiphon.model.training.command import frozen
 from antiphon.model.training.data.text_files import Part, Tagged
 from antiphon.model.training.data.translation_data import IGNORED_LABEL
 from antiphon.model.training.data.word_tags import first_tags, token_tags, words_of_tokens
@@ -23,7 +24,7 @@ from antiphon.model.training.tasks.encoder_loss import EncoderLoss, label_accura
 from antiphon.model.training.tasks.pretrain_task import PretrainTask
 from antiphon.model.training.tasks.span_f1 import span_score
 from antiphon.model.training.tasks.training_task import Batches, RunFolders
-from antiphon.model.training.train import Trainer, frozen
+from antiphon.model.training.trainer import Trainer
 from antiphon.model.transformer.dropout import Dropout
 from antiphon.model.transformer.layers import EncoderLayer
 from antiphon.model.transformer.neighbour_start import OFFSETS, POSITION_SIZE

@@ -25,7 +25,7 @@ from antiphon.model.training.tasks.language_loss import language_loss
 from antiphon.model.training.tasks.language_model_task import LanguageModelTask
 from antiphon.model.training.tasks.text_loss import text_loss
 from antiphon.model.training.tasks.training_task import RunFolders
-from antiphon.model.training.train import Trainer
+from antiphon.model.training.trainer import Trainer
 from antiphon.model.transformer.random_model import random_transformer
 from tests.language_recipes import GROUP, MODEL, language_recipe, running_text, trained_language_model
 

@@ -21,7 +21,7 @@ from antiphon.model.training.pruning.head_choice import Choice, Each, Share
 from antiphon.model.training.pruning.prune import prune
 from antiphon.model.training.recipe import Recipe, RecipeError, TrainConfig
 from antiphon.model.training.tasks.translation_task import TranslationTask
-from antiphon.model.training.train import Trainer, learning_rate
+from antiphon.model.training.trainer import Trainer, learning_rate
 from antiphon.model.transformer.greedy import greedy
 
 torch.set_num_threads(1)  # arrays this small are slower with several threads
@@ -37,7 +37,7 @@ from safetensors.torch import save_file
 from antiphon.model.checkpoints.checkpoint import weights_of
 from antiphon.model.training.recipe import Recipe
 from antiphon.model.training.group import Group
-from antiphon.model.training.train import Trainer
+from antiphon.model.training.trainer import Trainer
 
 folder = Path(sys.argv[1])
 recipe = Recipe.model_validate_json((folder / "recipe.json").read_text())

@@ -12,7 +12,7 @@ import torch
 from antiphon.model.config import preset
 from antiphon.model.ops.attention import attention_weights
 from antiphon.model.training.attention_entropy import recorded_entropies
-from antiphon.model.training.train import TrainingDiverged
+from antiphon.model.training.trainer import TrainingDiverged
 from antiphon.model.transformer.layers import SelfAttention
 from antiphon.model.transformer.random_model import random_transformer
 from antiphon.model.transformer.transformer import Transformer

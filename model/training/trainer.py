@@ -1,4 +1,4 @@
-"""`antiphon train`: training of a recipe, on one device or on several with torchrun; a killed run can be resumed.
+"""Training of a recipe, on one device or on several with torchrun; a killed run can be resumed.
 
 A run folder has the tokenizer, `checkpoints/step-*` (training resumes from the newest), metrics.jsonl and loss.png. At
 the end of training it also has `averaged/`, the mean of the last checkpoints, for `antiphon export`. The recipe's task
@@ -7,14 +7,12 @@ defines model, data and loss, see training_task.py.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
 import math
 import os
 import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -28,29 +26,24 @@ from tqdm import tqdm
 
 from antiphon.model.checkpoints.checkpoint import (
     Checkpoint,
-    CheckpointError,
     average_weights,
-    load_checkpoint,
     load_weights,
     read_tensors,
     save_checkpoint,
     weights_of,
 )
-from antiphon.model.checkpoints.source_weights import SourceError
 from antiphon.model.ops.attention import Backend
-from antiphon.model.text.tokenizer import TokenizerError
 from antiphon.model.training.attention_entropy import recorded_entropies
 from antiphon.model.training.group import Group
+from antiphon.model.training.loss_plot import plot_losses
 from antiphon.model.training.optimizer import Optimizer
 from antiphon.model.training.recipe import (
     AnyRecipe,
-    FineTuneRecipe,
     LanguageModelRecipe,
     PretrainRecipe,
     Recipe,
     RecipeError,
     TrainConfig,
-    load_any_recipe,
 )
 from antiphon.model.training.tasks.distill_task import DistillTask
 from antiphon.model.training.tasks.fine_tune_task import FineTuneTask
@@ -333,116 +326,3 @@ class Trainer:
         if scores := self.task.scores(averaged, "test"):
             (target / "scores.json").write_text(json.dumps(scores, indent=2) + "\n", encoding="utf-8")
         return target
-
-
-def plot_losses(metrics: Path, target: Path) -> None:
-    """Draw training and validation loss, in nats per label, over steps."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    records = [json.loads(line) for line in metrics.read_text().splitlines()]
-    figure, axes = pyplot.subplots(figsize=(7, 4))
-    for name, label in (("train_loss", "training (label-smoothed)"), ("valid_loss", "validation")):
-        axes.plot([r["step"] for r in records], [r[name] for r in records], label=label)
-    axes.set(xlabel="step", ylabel="nats per label")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(target, dpi=120, bbox_inches="tight")
-    pyplot.close(figure)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
-    parser.add_argument(
-        "recipe", help="a recipe's name (tatoeba-en-de, mlm-small, shakespeare-gpt...) or the path of a TOML file"
-    )
-    parser.add_argument("--data", type=Path, required=True, help="folder with the recipe's data files")
-    parser.add_argument("--output", type=Path, help="run folder; an existing run is resumed (default runs/RECIPE)")
-    parser.add_argument(
-        "--init", type=Path, metavar="CHECKPOINT", help="start from this checkpoint's weights, shape and tokenizer"
-    )
-    parser.add_argument(
-        "--random-weights", action="store_true", help="use only shape and tokenizer of --init: a baseline to compare"
-    )
-    parser.add_argument(
-        "--teacher", type=Path, metavar="CHECKPOINT", help="encoder to learn from, for a recipe with [distillation]"
-    )
-    parser.add_argument("--freeze-encoder", action="store_true", help="fine-tuning: train only the new head")
-    parser.add_argument(
-        "--max-train-examples", type=int, metavar="N", help="fine-tuning: learn from N examples of the training part"
-    )
-    parser.add_argument("--threads", type=int, help="CPU threads (default: all)")
-
-
-def run(args: argparse.Namespace) -> int:
-    """Train; return 0 at the end, 2 after an error, with one line on standard error, 130 after an interrupt."""
-    try:
-        averaged = _trainer(args).run()
-    except (RecipeError, TrainingDiverged, CheckpointError, SourceError, TokenizerError, OSError) as error:
-        print(f"antiphon train: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("antiphon train: interrupted; the same command resumes from the last checkpoint", file=sys.stderr)
-        return 130
-    if averaged is not None:
-        print(averaged)
-        if (scores := averaged / "scores.json").is_file():
-            print(scores.read_text(encoding="utf-8"), end="")
-    return 0
-
-
-def _trainer(args: argparse.Namespace) -> Trainer:
-    if args.threads is not None:
-        if args.threads < 1:
-            raise RecipeError(f"--threads is {args.threads}; it must be at least 1")
-        torch.set_num_threads(args.threads)
-    recipe = load_any_recipe(args.recipe)
-    if args.random_weights and args.init is None:
-        raise RecipeError("--random-weights needs --init, because it uses the shape and tokenizer of --init")
-    if args.freeze_encoder:
-        recipe = frozen(recipe)
-    if args.max_train_examples is not None:
-        recipe = with_few_examples(recipe, args.max_train_examples)
-    if args.teacher is not None and (not isinstance(recipe, PretrainRecipe) or recipe.distillation is None):
-        raise RecipeError(f"--teacher needs a recipe with a distillation section; {recipe.name!r} has none")
-    folder = args.output or Path("runs") / recipe.name
-    # Tokenizer files of imported checkpoints are sometimes converted; the run copies the files to its own folder.
-    with tempfile.TemporaryDirectory() as texts, tempfile.TemporaryDirectory() as others:
-        init = None if args.init is None else open_init(args.init, Path(texts))
-        teacher = None if args.teacher is None else open_init(args.teacher, Path(others))
-        return Trainer(
-            recipe, args.data, folder, Group.join(), init=init, keep_weights=not args.random_weights, teacher=teacher
-        )
-
-
-def open_init(path: Path, text_folder: Path) -> Checkpoint:
-    """Open one of our checkpoints or a public one. Raises CheckpointError, SourceError or TokenizerError."""
-    config = path / "config.json"
-    if config.is_file() and b'"model_type"' in config.read_bytes():
-        from antiphon.model.importer.importer import open_original
-
-        return open_original(str(path), text_folder)
-    return load_checkpoint(path)
-
-
-def frozen(recipe: AnyRecipe) -> AnyRecipe:
-    """Return the recipe with a frozen encoder. Raises RecipeError for a recipe other than fine-tuning."""
-    if not isinstance(recipe, FineTuneRecipe):
-        raise RecipeError(
-            f"--freeze-encoder needs a recipe with task classify or tag; the task of {recipe.name!r} is {recipe.task!r}"
-        )
-    return recipe.model_copy(update={"freeze_encoder": True})
-
-
-def with_few_examples(recipe: AnyRecipe, count: int) -> AnyRecipe:
-    """Return the recipe with data.max_train_examples=count. Raises RecipeError for a recipe other than fine-tuning."""
-    if not isinstance(recipe, FineTuneRecipe):
-        raise RecipeError(
-            f"--max-train-examples needs a recipe with task classify or tag; the task of {recipe.name!r} is "
-            f"{recipe.task!r}"
-        )
-    if count < 1:
-        raise RecipeError(f"--max-train-examples is {count}; it must be at least 1")
-    return recipe.model_copy(update={"data": recipe.data.model_copy(update={"max_train_examples": count})})
