@@ -21,6 +21,9 @@ settings.load_profile("antiphon")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# PyTorch's threads of several test processes would wait for each other on the same cores, and waiting uses the core.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # On processors of other makers than Intel, CTranslate2 uses oneDNN. Without VNNI its int8 products saturate at 16 bits,
 # which makes it useless as a reference. The products of MKL do not, but take ten times as long there.
 if "_vnni" not in Path("/proc/cpuinfo").read_text(encoding="utf-8"):

@@ -66,7 +66,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the exporter's own
         for name, checkpoint in checkpoints.items():
-            export_bundle(checkpoint, folder / "bundles" / name, precisions=("float32",))
+            export_bundle(checkpoint, folder / "bundles" / name, precisions=("float32",), explain=False)
     models = [part for name in paths for part in ("--model", f"{name}={folder / 'bundles' / name}")]
     with ServerProcess(None, models) as server, grpc.insecure_channel(server.target) as channel:
         yield Trained(folder, checkpoints, server.ready_line, InferenceServiceStub(channel))
@@ -171,7 +171,7 @@ def test_recorded_quality_equals_the_score_of_each_precision(
 ) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the exporter's own
-        bundle = export_bundle(trained.checkpoints[name], tmp_path / "bundle")
+        bundle = export_bundle(trained.checkpoints[name], tmp_path / "bundle", explain=False)
     recipe = write_recipe(fine_tune_recipe(trained.folder, task), tmp_path / "recipe.toml")
     asked = ["evaluate", str(bundle.path), "--recipe", recipe, "--data", str(trained.folder), "--json"]
     alone = {}

@@ -46,7 +46,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     checkpoint = load_checkpoint(averaged)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the exporter's own
-        export_bundle(checkpoint, folder / "bundle")
+        export_bundle(checkpoint, folder / "bundle", explain=False)
     recipe = write_recipe(language_recipe(folder, vocab_size=request.param), folder / "recipe.toml")
     with (
         ServerProcess(folder / "bundle", ["--precision", "float32"]) as server,

@@ -37,7 +37,7 @@ class Imported:
 def imported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Imported:
     folder = tmp_path_factory.mktemp(request.param)
     theirs = write_decoder(folder / "checkpoint", request.param)
-    import_checkpoint(ImportOptions(source=str(folder / "checkpoint"), target=folder / "bundle"))
+    import_checkpoint(ImportOptions(source=str(folder / "checkpoint"), target=folder / "bundle", explain=False))
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "checkpoint")
     return Imported(theirs=theirs, tokenizer=tokenizer, bundle=folder / "bundle")
 

@@ -77,7 +77,7 @@ def imported(folder: Path, kind: str) -> Imported:
             model.classifier.weight.mul_(8)
             model.classifier.bias.zero_()
         model.save_pretrained(checkpoint)
-    options = ImportOptions(source=str(checkpoint), target=folder / "bundle", precisions=("float32",))
+    options = ImportOptions(source=str(checkpoint), target=folder / "bundle", precisions=("float32",), explain=False)
     import_checkpoint(options)
     load: Any = transformers.PreTrainedTokenizerFast
     named = {f"{part}_token": f"[{part.upper()}]" for part in ("pad", "unk", "cls", "sep", "mask")}

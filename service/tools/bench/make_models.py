@@ -101,7 +101,9 @@ def _make_random(preset_name: str, folder: Path) -> None:
     save_checkpoint(path, config=config, weights=weights_of(random_model(config)), tokenizer=pair_tokenizer(VOCAB_SIZE))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # warnings of torch's exporter
-        export_bundle(load_checkpoint(path), folder / "bundle", precisions=("int8",), name=f"random-{preset_name}")
+        export_bundle(
+            load_checkpoint(path), folder / "bundle", precisions=("int8",), explain=False, name=f"random-{preset_name}"
+        )
 
 
 def _make_ctranslate2(origin: str, folder: Path) -> None:
