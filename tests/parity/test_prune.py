@@ -253,7 +253,7 @@ def test_prune_command_writes_a_checkpoint_that_exports(
     assert "24 heads to 18 in 6 attention modules (dropped: -)" in printed.out
     assert printed.out.endswith(f"loss {losses[0]:.3f} to {losses[1]:.3f} nats a token\n")
     assert json.loads((tmp_path / "pruned" / "config.json").read_text())["model"]["head_dim"] == 16
-    bundle = export_bundle(pruned, tmp_path / "bundle", precisions=("int8",), explain=False)
+    bundle = export_bundle(pruned, tmp_path / "bundle", precisions=("int8",))
     assert bundle.manifest.model.num_heads == 3
 
 

@@ -80,7 +80,7 @@ def test_fine_tuned_bert_learns_and_is_exported(original: tuple[Path, Any], tmp_
     assert json.loads((averaged / "scores.json").read_text())["accuracy"] == 1
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the exporter's tolerance
-        bundle = export_bundle(load_checkpoint(averaged), tmp_path / "bundle", precisions=("float32",), explain=False)
+        bundle = export_bundle(load_checkpoint(averaged), tmp_path / "bundle", precisions=("float32",))
     (head,) = bundle.manifest.model.heads
     assert head.labels == ("cat", "dog")
     assert bundle.manifest.text == load_checkpoint(averaged).text
