@@ -244,15 +244,24 @@ def test_attention_shows_every_head_and_the_weights_of_the_opened_one(
     page.wait_for_function(SHOWS_WEIGHTS, arg=list(last.weights))
 
 
+SHOWS_TABLES = """
+(sizes) => {
+  const shown = [...document.querySelectorAll('canvas.table')].map((one) => [one.height, one.width]);
+  return JSON.stringify(shown) === JSON.stringify(sizes);
+}
+"""
+
+
 def test_attention_shows_the_positions_of_each_part(play: PlayProcess, client: Client, open_page: Open) -> None:
     page = open_page(f"{play.url}/#/attention").page
+    shown = None
     for model in ("en-de", "bert", "gpt"):
         choose_model(page, model)
-        found = client.with_model(model).get_positions()
-        tables = page.locator("canvas.table")
-        expect(tables).to_have_count(sum(1 for one in found if one.rows))
-        sizes = tables.evaluate_all("all => all.map((one) => [one.height, one.width])")
-        assert sizes == [[one.rows, one.columns] for one in found if one.rows]
+        sizes = [[one.rows, one.columns] for one in client.with_model(model).get_positions() if one.rows]
+        # The tables of the model before stay until the new model is chosen, and there can be as many of them.
+        page.wait_for_function(SHOWS_TABLES, arg=sizes)
+        assert sizes != shown
+        shown = sizes
 
 
 def test_beams_draw_the_tree_that_the_server_searched(play: PlayProcess, client: Client, open_page: Open) -> None:
@@ -261,11 +270,11 @@ def test_beams_draw_the_tree_that_the_server_searched(play: PlayProcess, client:
     options = Options(beam_width=4, num_return_sequences=4, length_penalty=1.0, max_new_tokens=32)
     outputs = client.generate_outputs(TEXT, options, report_beam_steps=True)
     steps = outputs[0].beam_steps
+    expect(page.locator(".outputs li span:first-child")).to_have_text([one.text for one in outputs])
     nodes = page.locator("g.node")
     expect(nodes).to_have_count(sum(len(step.live) + len(step.finished) for step in steps))
     totals = nodes.evaluate_all("all => all.map((one) => Number(one.dataset.total))")
     assert totals == pytest.approx([one.total_logprob for step in steps for one in (*step.live, *step.finished)])
-    expect(page.locator(".outputs li span:first-child")).to_have_text([one.text for one in outputs])
     best = page.locator("g.node.finished.best")
     assert float(best.get_attribute("data-score") or "nan") == pytest.approx(outputs[0].score)
 
