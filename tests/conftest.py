@@ -30,12 +30,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 if "avx512_vnni" not in Path("/proc/cpuinfo").read_text(encoding="utf-8"):
     os.environ.setdefault("CT2_USE_MKL", "1")
 
-# Each export reads the source of PyTorch's 500 translations again, a third of the time of exporting a small model.
+# At every export PyTorch reads the signatures of its 500 translations from their source, a third of the time that a
+# small model takes. They do not change, so a test process reads them once.
 if importlib.util.find_spec("onnxscript"):
     from onnxscript.values import TracedOnnxFunction
 
-    signature = vars(TracedOnnxFunction)["function_ir"].fget
-    setattr(TracedOnnxFunction, "function_ir", property(functools.cache(signature)))  # noqa: B010 mypy takes no property
+    read_signature = vars(TracedOnnxFunction)["function_ir"].fget
+    once = property(functools.cache(read_signature))
+    setattr(TracedOnnxFunction, "function_ir", once)  # noqa: B010 mypy refuses a property in an assignment
 
 
 def pytest_sessionstart() -> None:

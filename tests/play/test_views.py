@@ -254,11 +254,11 @@ SHOWS_TABLES = """
 
 def test_attention_shows_the_positions_of_each_part(play: PlayProcess, client: Client, open_page: Open) -> None:
     page = open_page(f"{play.url}/#/attention").page
-    shown = None
+    shown: list[list[int]] = []
     for model in ("en-de", "bert", "gpt"):
         choose_model(page, model)
         sizes = [[one.rows, one.columns] for one in client.with_model(model).get_positions() if one.rows]
-        # The tables of the model before stay until the new model is chosen, and there can be as many of them.
+        # Until the page is drawn again it shows the tables of the previous model, and there can be as many of them.
         page.wait_for_function(SHOWS_TABLES, arg=sizes)
         assert sizes != shown
         shown = sizes
