@@ -29,7 +29,9 @@ void Configure(int64_t rows) {
     config.bytes_per_row[tile] = 64;
     config.rows[tile] = static_cast<uint8_t>(tile < 6 ? rows : kTileRows);
   }
-  _tile_loadconfig(&config);
+  // Not _tile_loadconfig: GCC's says that it reads 8 bytes, so the compiler may drop the stores of the other 56. Its
+  // _tile_loadd says that it reads no memory; after this barrier, whatever the tiles read has been stored.
+  __asm__ volatile("ldtilecfg %0" : : "m"(config) : "memory");
 }
 
 struct Operands {
