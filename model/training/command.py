@@ -9,8 +9,10 @@ from pathlib import Path
 
 import torch
 
+from antiphon.model.bundle.manifest import MANIFEST_NAME, BundleError, load_bundle
 from antiphon.model.checkpoints.checkpoint import Checkpoint, CheckpointError, load_checkpoint
 from antiphon.model.checkpoints.source_weights import SourceError
+from antiphon.model.export.weights.unpacking import unpack_checkpoint
 from antiphon.model.text.tokenizer import TokenizerError
 from antiphon.model.training.group import Group
 from antiphon.model.training.recipe import AnyRecipe, FineTuneRecipe, PretrainRecipe, RecipeError, load_any_recipe
@@ -25,7 +27,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", type=Path, required=True, help="folder with the recipe's data files")
     parser.add_argument("--output", type=Path, help="run folder; an existing run is resumed (default runs/RECIPE)")
     parser.add_argument(
-        "--init", type=Path, metavar="CHECKPOINT", help="start from this checkpoint's weights, shape and tokenizer"
+        "--init",
+        type=Path,
+        metavar="CHECKPOINT",
+        help="start from this checkpoint's weights, shape and tokenizer; or from a bundle's, if it translates",
     )
     parser.add_argument(
         "--random-weights", action="store_true", help="use only shape and tokenizer of --init: a baseline to compare"
@@ -44,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     """Train; return 0 at the end, 2 after an error, with one line on standard error, 130 after an interrupt."""
     try:
         averaged = _trainer(args).run()
-    except (RecipeError, TrainingDiverged, CheckpointError, SourceError, TokenizerError, OSError) as error:
+    except (RecipeError, TrainingDiverged, CheckpointError, SourceError, BundleError, TokenizerError, OSError) as error:
         print(f"antiphon train: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -82,7 +87,12 @@ def _trainer(args: argparse.Namespace) -> Trainer:
 
 
 def open_init(path: Path, text_folder: Path) -> Checkpoint:
-    """Open one of our checkpoints or a public one. Raises CheckpointError, SourceError or TokenizerError."""
+    """Open one of our checkpoints, a public one, or the model of a bundle, whose integer weights become float32.
+
+    Raises CheckpointError, SourceError, BundleError or TokenizerError.
+    """
+    if (path / MANIFEST_NAME).is_file():
+        return unpack_checkpoint(load_bundle(path))
     config = path / "config.json"
     if config.is_file() and b'"model_type"' in config.read_bytes():
         from antiphon.model.importer.importer import open_original

@@ -15,7 +15,9 @@ import pytest
 import torch
 
 from antiphon.cli.main import main
+from antiphon.model.bundle.manifest import Precision
 from antiphon.model.checkpoints.checkpoint import CheckpointError, average_weights, load_checkpoint, read_tensors
+from antiphon.model.export.export import export_bundle
 from antiphon.model.training.group import Group
 from antiphon.model.training.pruning.head_choice import Choice, Each, Share
 from antiphon.model.training.pruning.prune import prune
@@ -23,6 +25,7 @@ from antiphon.model.training.recipe import Recipe, RecipeError, TrainConfig
 from antiphon.model.training.tasks.translation_task import TranslationTask
 from antiphon.model.training.trainer import Trainer, learning_rate
 from antiphon.model.transformer.greedy import greedy
+from tests.recipe_files import write_recipe
 
 torch.set_num_threads(1)  # arrays this small are slower with several threads
 
@@ -294,3 +297,32 @@ def test_training_from_an_encoder_only_checkpoint_is_refused(tmp_path: Path) -> 
     group = Group(rank=0, size=1, device=torch.device("cpu"))
     with pytest.raises(CheckpointError, match=r"architecture='encoder'.* only encoder-decoder models"):
         Trainer(make_recipe(tmp_path), tmp_path, tmp_path / "again", group, init=replace(init, config=config))
+
+
+@pytest.mark.parametrize("precision", ["float32", "int8"])
+def test_training_continues_from_a_bundle(tmp_path: Path, precision: Precision) -> None:
+    """With a rate near zero the model of the bundle stays as it is; int8 weights differ by half a step at most."""
+    averaged = train(tmp_path, "run")
+    bundle = export_bundle(load_checkpoint(averaged), tmp_path / "bundle", precisions=(precision,), explain=False)
+    recipe = write_recipe(make_recipe(tmp_path, max_steps=1, peak_lr=1e-12), tmp_path / "recipe.toml")
+    flags = ["--data", str(tmp_path), "--init", str(bundle.path), "--output", str(tmp_path / "again")]
+    assert main(["train", recipe, *flags]) == 0
+    expected, found = (read_tensors(path / "model.safetensors") for path in (averaged, tmp_path / "again/averaged"))
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        rounding = 0.0 if precision == "float32" or tensor.dim() < 2 else tensor.abs().amax(dim=1, keepdim=True) / 254
+        assert ((found[name] - tensor).abs() <= rounding + 1e-6).all(), name
+    assert load_checkpoint(tmp_path / "again/averaged").provenance == load_checkpoint(averaged).provenance
+
+
+def test_training_from_a_damaged_bundle_ends_with_exit_code_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = load_checkpoint(train(tmp_path, "run", max_steps=1, checkpoint_every_steps=1))
+    bundle = export_bundle(checkpoint, tmp_path / "bundle", precisions=("float32",), explain=False)
+    bundle.file("weights.native.float32.bin").write_bytes(b"short")
+    recipe = write_recipe(make_recipe(tmp_path), tmp_path / "recipe.toml")
+    flags = ["--data", str(tmp_path), "--init", str(bundle.path), "--output", str(tmp_path / "again")]
+    assert main(["train", recipe, *flags]) == 2
+    assert "weights.native.float32.bin" in capsys.readouterr().err
+    assert not (tmp_path / "again").exists()
