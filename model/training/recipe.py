@@ -8,7 +8,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, TypeAdapter, ValidationError, model_validator
 
@@ -259,18 +259,43 @@ _ANY_RECIPE: TypeAdapter[AnyRecipe] = TypeAdapter(
 
 def load_any_recipe(name_or_path: str) -> AnyRecipe:
     """Read a recipe by its path, or by its name if it is part of the package. Raises RecipeError naming the file."""
-    path = Path(name_or_path)
-    if not path.suffix:
-        path = RECIPES / f"{name_or_path}.toml"
+    raw = _read(name_or_path)
+    if _kind(raw) == "translate":
+        raw = _with_reversed_data(raw, name_or_path)
     try:
-        return _ANY_RECIPE.validate_python(tomllib.loads(path.read_text(encoding="utf-8")))
+        return _ANY_RECIPE.validate_python(raw)
+    except ValidationError as error:
+        raise RecipeError(f"{_path(name_or_path)}: {_described(error)}") from None
+
+
+def _path(name_or_path: str) -> Path:
+    path = Path(name_or_path)
+    return path if path.suffix else RECIPES / f"{name_or_path}.toml"
+
+
+def _read(name_or_path: str) -> dict[str, Any]:
+    path = _path(name_or_path)
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         known = ", ".join(sorted(p.stem for p in RECIPES.glob("*.toml")))
         raise RecipeError(f"recipe {name_or_path!r} not found; recipes that come with Antiphon: {known}") from None
     except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise RecipeError(f"{path} cannot be read: {error}") from None
-    except ValidationError as error:
-        raise RecipeError(f"{path}: {_described(error)}") from None
+
+
+def _with_reversed_data(raw: dict[str, Any], name_or_path: str) -> dict[str, Any]:
+    """Return a recipe with the data of the one that data.reverse_of names, languages exchanged; others unchanged."""
+    data = raw.get("data")
+    if not isinstance(data, dict) or not isinstance(name := data.get("reverse_of"), str):
+        return raw
+    if "reverse_of" in _read(name).get("data", {}):
+        raise RecipeError(
+            f"{_path(name_or_path)}: data.reverse_of is {name!r}, whose data are the reverse of another recipe's"
+        )
+    first = load_recipe(name).data
+    exchanged = {"source_language": first.target_language, "target_language": first.source_language}
+    return {**raw, "data": first.model_dump(mode="json", exclude_none=True) | exchanged | data}
 
 
 def _described(error: ValidationError) -> str:

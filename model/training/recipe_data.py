@@ -116,6 +116,8 @@ class DataConfig(Strict):
     train, valid, test: two aligned files each, source first.
     preprocess: "moses-lower": normalise punctuation, tokenise and lower-case with Moses rules, as published Multi30k
         results do; the model's texts are then tokenised text.
+    reverse_of: name or path of a recipe whose data these are, with source and target exchanged; recipe.py fills in the
+        other fields. Every part has the same pairs as there.
     """
 
     origin: str
@@ -129,6 +131,7 @@ class DataConfig(Strict):
     preprocess: Literal["none", "moses-lower"] = "none"
     source_language: str
     target_language: str
+    reverse_of: str | None = None
 
     @model_validator(mode="before")
     @classmethod

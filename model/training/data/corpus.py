@@ -44,6 +44,8 @@ def load_corpus(config: DataConfig, folder: Path) -> Corpus:
         )
     else:
         raise RecipeError("data: give pairs, or collections, or train, valid and test")
+    if config.reverse_of is not None:
+        corpus = _reversed(corpus)
     if config.preprocess == "moses-lower":
         corpus = _moses_lower(corpus, config)
     return corpus
@@ -69,10 +71,20 @@ def load_collections(config: DataConfig, folder: Path) -> dict[str, Corpus]:
     def is_kept(pair: Pair) -> bool:
         return not any((side, _match_key(text)) in held_out for side, text in enumerate(pair))
 
-    return {
+    found = {
         name: Corpus(train=[pair for pair in corpus.train if is_kept(pair)], valid=corpus.valid, test=corpus.test)
         for name, corpus in parts.items()
     }
+    return found if config.reverse_of is None else {name: _reversed(corpus) for name, corpus in found.items()}
+
+
+def _reversed(corpus: Corpus) -> Corpus:
+    """Exchange source and target, after the split: so both directions have the same test pairs."""
+
+    def exchanged(pairs: Sequence[Pair]) -> list[Pair]:
+        return [(target, source) for source, target in pairs]
+
+    return Corpus(train=exchanged(corpus.train), valid=exchanged(corpus.valid), test=exchanged(corpus.test))
 
 
 def joined_corpus(parts: Sequence[Corpus]) -> Corpus:

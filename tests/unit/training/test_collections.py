@@ -11,9 +11,10 @@ from antiphon.model.text.tokenizer import Tokenizer
 from antiphon.model.training.data.corpus import held_out_rule, load_collections, load_corpus
 from antiphon.model.training.data.pair_epochs import RepeatedPairs, epoch_pairs
 from antiphon.model.training.data.token_splitting import TokenSplitter
-from antiphon.model.training.recipe import Augmentation, load_recipe
+from antiphon.model.training.recipe import Augmentation, Recipe, RecipeError, load_recipe
 from antiphon.model.training.recipe_data import DataConfig
 from tests.pair_collections import collections, pairs_of
+from tests.recipe_files import write_recipe
 
 DATA = os.environ.get("ANTIPHON_DATA")
 
@@ -33,6 +34,53 @@ def test_each_collection_is_split_as_if_alone_and_no_held_out_sentence_is_traine
         assert part.train
         assert held_out.isdisjoint(source for source, _ in part.train)
     assert load_corpus(config, tmp_path).test == parts["one"].test + parts["two"].test
+
+
+def write_recipes(folder: Path, data: DataConfig) -> tuple[Recipe, str]:
+    """Write a recipe of this data and one of its reverse; return the first, and the path of the second."""
+    model = dict(d_model=8, encoder_layers=1, decoder_layers=1, num_heads=1, d_ff=8)
+    first = Recipe.model_validate({"name": "first", "vocab_size": 300, "data": data, "model": model, "train": {}})
+    path = write_recipe(first, folder / "first.toml")
+    second = folder / "second.toml"
+    second.write_text(
+        f'name = "second"\nvocab_size = 300\ndata = {{ reverse_of = "{path}" }}\ntrain = {{}}\nmodel = {{ d_model = 8, '
+        "encoder_layers = 1, decoder_layers = 1, num_heads = 1, d_ff = 8 }\n"
+    )
+    return first, str(second)
+
+
+def test_reversed_data_have_the_same_parts_with_the_sides_exchanged(tmp_path: Path) -> None:
+    data = collections(tmp_path, {"one": pairs_of("first", 1000), "two": pairs_of("second", 1000)})
+    first, path = write_recipes(tmp_path, data)
+    second = load_recipe(path)
+    assert (second.data.source_language, second.data.target_language) == ("de", "en")
+    assert second.data.attribution == first.data.attribution
+    expected, found = load_collections(first.data, tmp_path), load_collections(second.data, tmp_path)
+    assert found.keys() == expected.keys()
+    for name, corpus in expected.items():
+        for part in ("train", "valid", "test"):
+            pairs = getattr(corpus, part)
+            assert pairs
+            assert getattr(found[name], part) == [(target, source) for source, target in pairs]
+    assert load_corpus(second.data, tmp_path).test == found["one"].test + found["two"].test
+
+
+def test_the_reverse_of_one_file_of_pairs(tmp_path: Path) -> None:
+    data = collections(tmp_path, {"one": pairs_of("first", 1000)})
+    file = data.collections[0].model_dump(include={"path", "sha256"})
+    origin = dict(origin="made up", licence="CC0", attribution="nobody", source_language="en", target_language="de")
+    first, path = write_recipes(tmp_path, DataConfig.model_validate({**origin, "pairs": file}))
+    expected, found = load_corpus(first.data, tmp_path), load_corpus(load_recipe(path).data, tmp_path)
+    assert found.test == [(target, source) for source, target in expected.test]
+    assert found.train == [(target, source) for source, target in expected.train]
+
+
+def test_the_reverse_of_a_reverse_is_refused(tmp_path: Path) -> None:
+    _, path = write_recipes(tmp_path, collections(tmp_path, {"one": pairs_of("first", 3)}))
+    third = tmp_path / "third.toml"
+    third.write_text(Path(path).read_text().replace(str(tmp_path / "first.toml"), str(third)))
+    with pytest.raises(RecipeError, match=r"third\.toml: data\.reverse_of is .* the reverse of another"):
+        load_recipe(str(third))
 
 
 def test_origin_of_collections_names_each_of_them(tmp_path: Path) -> None:
