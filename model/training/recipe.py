@@ -289,7 +289,8 @@ def _with_reversed_data(raw: dict[str, Any], name_or_path: str) -> dict[str, Any
     data = raw.get("data")
     if not isinstance(data, dict) or not isinstance(name := data.get("reverse_of"), str):
         return raw
-    if "reverse_of" in _read(name).get("data", {}):
+    of_first = _read(name).get("data")
+    if isinstance(of_first, dict) and "reverse_of" in of_first:
         raise RecipeError(
             f"{_path(name_or_path)}: data.reverse_of is {name!r}, whose data are the reverse of another recipe's"
         )

@@ -29,8 +29,8 @@ void Configure(int64_t rows) {
     config.bytes_per_row[tile] = 64;
     config.rows[tile] = static_cast<uint8_t>(tile < 6 ? rows : kTileRows);
   }
-  // Not _tile_loadconfig: GCC's says that it reads 8 bytes, so the compiler may drop the stores of the other 56. Its
-  // _tile_loadd says that it reads no memory; after this barrier, whatever the tiles read has been stored.
+  // GCC declares that _tile_loadconfig reads 8 of the 64 bytes, so the compiler may leave the others unwritten. It
+  // declares no memory that _tile_loadd reads: "memory" makes the compiler write the activations before this point.
   __asm__ volatile("ldtilecfg %0" : : "m"(config) : "memory");
 }
 

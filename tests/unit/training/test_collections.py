@@ -83,6 +83,14 @@ def test_the_reverse_of_a_reverse_is_refused(tmp_path: Path) -> None:
         load_recipe(str(third))
 
 
+def test_the_reverse_of_a_recipe_with_wrong_data_is_refused(tmp_path: Path) -> None:
+    first, second = tmp_path / "first.toml", tmp_path / "second.toml"
+    first.write_text('name = "first"\ndata = 5\n')
+    second.write_text(f'name = "second"\ndata = {{ reverse_of = "{first}" }}\n')
+    with pytest.raises(RecipeError, match=r"first\.toml: "):
+        load_recipe(str(second))
+
+
 def test_origin_of_collections_names_each_of_them(tmp_path: Path) -> None:
     config = collections(tmp_path, {"one": pairs_of("a", 3), "two": pairs_of("b", 3)})
     assert config.licence == "licence of one; licence of two"
