@@ -14,7 +14,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -34,6 +34,7 @@ from antiphon.model.checkpoints.checkpoint import (
 )
 from antiphon.model.ops.attention import Backend
 from antiphon.model.training.attention_entropy import recorded_entropies
+from antiphon.model.training.batches_ahead import Place, batches_beside, batches_from
 from antiphon.model.training.group import Group
 from antiphon.model.training.loss_plot import plot_losses
 from antiphon.model.training.optimizer import Optimizer
@@ -129,6 +130,8 @@ class Trainer:
             data=data_folder, run=run_folder, group=group, init=init, keep_weights=keep_weights, teacher=teacher
         )
         self.task = open_task(recipe, folders)
+        self._folders = folders
+        self._open_task = open_task
         self._gradient_norms: list[Tensor] = []  # since the last checkpoint
         self.model_config = self.task.config
         self.config = self._config()
@@ -257,8 +260,9 @@ class Trainer:
         self.resume()
         self.batch_loss.train()
         with tqdm(total=self.config.max_steps, initial=self.progress.step, unit="step", disable=self._quiet()) as bar:
+            batches = self._batches()
             while not self._finished():
-                self._run_epoch(bar)
+                self._step_and_show(next(batches), bar)
         return self._average() if self.group.rank == 0 else None
 
     def _quiet(self) -> bool:
@@ -268,21 +272,20 @@ class Trainer:
         progress, config = self.progress, self.config
         return progress.step >= config.max_steps or progress.bad_validations >= config.patience
 
-    def _run_epoch(self, bar: tqdm[NoReturn]) -> None:
-        progress = self.progress
-        batches = self.task.batches("train", self.config.seed * 1_000_003 + progress.epoch)
-        rounds = len(batches) // self.group.size
-        while progress.batch_in_epoch < rounds and not self._finished():
-            batch = batches[progress.batch_in_epoch * self.group.size + self.group.rank]
-            loss = self.train_step(batch.to(self.group.device))
-            progress.batch_in_epoch += 1
-            bar.update()
-            bar.set_postfix(epoch=progress.epoch, loss=f"{loss:.3f}")
-            if progress.step % self.config.checkpoint_every_steps == 0 or progress.step == self.config.max_steps:
-                self._checkpoint(loss)
-        if progress.batch_in_epoch >= rounds:
-            progress.epoch += 1
-            progress.batch_in_epoch = 0
+    def _batches(self) -> Iterator[tuple[Place, AnyBatch]]:
+        place = Place(epoch=self.progress.epoch, batch=self.progress.batch_in_epoch)
+        if self.group.device.type == "cuda":
+            return batches_beside(self._open_task, self.recipe, self._folders, place)
+        return batches_from(self.task, place, self._folders, self.config.seed)
+
+    def _step_and_show(self, given: tuple[Place, AnyBatch], bar: tqdm[NoReturn]) -> None:
+        progress, (behind, batch) = self.progress, given
+        loss = self.train_step(batch.to(self.group.device))
+        progress.epoch, progress.batch_in_epoch = behind.epoch, behind.batch
+        bar.update()
+        bar.set_postfix(epoch=progress.epoch, loss=f"{loss:.3f}")
+        if progress.step % self.config.checkpoint_every_steps == 0 or progress.step == self.config.max_steps:
+            self._checkpoint(loss)
 
     def _checkpoint(self, train_loss: float) -> None:
         valid_loss = self.validate()

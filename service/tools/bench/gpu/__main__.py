@@ -35,6 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=128, help="tokens that each row decodes")
     parser.add_argument("--copy-bytes", type=int, default=1 << 30)
     parser.add_argument("--budget-s", type=float, default=1500.0)
+    parser.add_argument("--work", type=Path, help="keep the random models in this folder (default: delete them)")
     parser.add_argument("--kernels", type=Path, default=FOLDER, help="folder of the compiled kernels")
     args = parser.parse_args(arguments)
     try:
@@ -54,8 +55,8 @@ def run(device: CudaDevice, args: argparse.Namespace) -> None:
     )
     args.folder.mkdir(parents=True, exist_ok=True)
     began_s = time.monotonic()
-    with tempfile.TemporaryDirectory() as work:
-        parts = Parts(device, plan, Path(work))
+    with tempfile.TemporaryDirectory() as temporary:
+        parts = Parts(device, plan, args.work or Path(temporary))
         for name in args.part:
             if time.monotonic() - began_s > args.budget_s:
                 print(f"gpu-bench: no time left for {name}", file=sys.stderr)

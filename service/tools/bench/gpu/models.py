@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from antiphon.model.bundle.manifest import Bundle, Lowering, Precision, load_bundle
+from antiphon.model.bundle.manifest import MANIFEST_NAME, Bundle, Lowering, Precision, load_bundle
 from antiphon.model.checkpoints.checkpoint import load_checkpoint, save_checkpoint, weights_of
 from antiphon.model.config import ModelConfig, preset
 from antiphon.model.export.export import add_metadata, write_graphs
@@ -37,6 +37,12 @@ def random_bundle(name: str, precisions: Sequence[Precision], lowerings: Sequenc
     graphs = write_graphs(loaded.model, bundle, precisions, lowerings)
     add_metadata(loaded, bundle, graphs, f"random-{name}")
     return load_bundle(bundle)
+
+
+def kept_bundle(folder: Path) -> Bundle | None:
+    """Return the bundle that `random_bundle` wrote to this folder before, or None."""
+    bundle = folder / "bundle"
+    return load_bundle(bundle) if (bundle / MANIFEST_NAME).is_file() else None
 
 
 def step_weight_bytes(config: ModelConfig) -> int:

@@ -19,7 +19,7 @@ from antiphon.service.runtime.cuda.runner import CudaRunner
 from antiphon.service.runtime.native_runner import NativeRunner
 from antiphon.service.tools.bench.gpu.beside import generate_with_transformers, serve_streams
 from antiphon.service.tools.bench.gpu.decoding import Load, bytes_of_step, decode
-from antiphon.service.tools.bench.gpu.models import random_bundle, shape_of, step_weight_bytes
+from antiphon.service.tools.bench.gpu.models import kept_bundle, random_bundle, shape_of, step_weight_bytes
 from antiphon.service.tools.bench.report import BenchFailure
 
 _COPIES = 10
@@ -71,7 +71,8 @@ class Parts:
     def parity(self) -> dict[str, Any]:
         """Return how many greedy tokens of each precision equal those of the processor in float32."""
         lowerings: tuple[Lowering, ...] = ("native", "cuda")
-        bundle = random_bundle("tiny", ("float32", "bfloat16", "float16"), lowerings, self._folder / "parity")
+        folder = self._folder / "parity"
+        bundle = kept_bundle(folder) or random_bundle("tiny", ("float32", "bfloat16", "float16"), lowerings, folder)
         load = Load(rows=4, source_len=20, num_steps=min(16, self._plan.num_steps))
         _, expected = decode(NativeRunner(bundle, max_rows=4, threads=1, precision="float32"), load)
         shares = {}
@@ -166,5 +167,6 @@ class Parts:
 
     def _made(self) -> Bundle:
         if self._bundle is None:
-            self._bundle = random_bundle(self._plan.shape, ("bfloat16",), ("cuda",), self._folder / "model")
+            folder = self._folder / self._plan.shape
+            self._bundle = kept_bundle(folder) or random_bundle(self._plan.shape, ("bfloat16",), ("cuda",), folder)
         return self._bundle
