@@ -71,6 +71,7 @@ def cuda_session(path: Path, stream: int, *, ordinal: int, captures: bool, memor
         "user_compute_stream": str(stream),
         "enable_cuda_graph": "1" if captures else "0",
         "arena_extend_strategy": "kSameAsRequested",
+        "use_tf32": "0",  # ONNX Runtime's default is 1: 10 bits of the mantissa, in a graph that says float32
     }
     if memory_limit_bytes is not None:
         device["gpu_mem_limit"] = str(memory_limit_bytes)

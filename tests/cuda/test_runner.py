@@ -15,6 +15,7 @@ import pytest
 
 from antiphon.model.bundle.graph import GraphError
 from antiphon.model.bundle.manifest import Bundle
+from antiphon.model.bundle.session import cuda_session
 from antiphon.model.ops.cuda.driver import CudaDevice
 from antiphon.model.ops.sampling import Samples, SamplingArrays
 from antiphon.service.runtime.cuda.encoder_runner import CudaEncoderRunner
@@ -275,6 +276,13 @@ def test_bfloat16_is_near_float32(bundle: Bundle, device: CudaDevice, native: Na
     sampling = sampling_of([0], [SampleSettings(forced_id=30, num_logprobs=0)])
     results = [Rows(each, SOURCES[:1]).step([[1]], sampling) for each in (runner, native)]
     np.testing.assert_allclose(results[0].logprobs, results[1].logprobs, atol=0.1)
+
+
+def test_products_of_float32_graphs_keep_float32(bundle: Bundle, device: CudaDevice) -> None:
+    """By default the provider multiplies float32 matrices in TF32 on cards that have it."""
+    path = bundle.file(str(bundle.graph_set("float32", "cuda").decoder))
+    session = cuda_session(path, device.stream, ordinal=device.ordinal, captures=False, memory_limit_bytes=None)
+    assert session.get_provider_options()["CUDAExecutionProvider"]["use_tf32"] == "0"
 
 
 def test_the_pool_is_as_large_as_the_free_memory_allows(bundle: Bundle, device: CudaDevice) -> None:
