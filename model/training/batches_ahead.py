@@ -42,7 +42,7 @@ def batches_beside(
     open_task: OpenTask, recipe: AnyRecipe, folders: RunFolders, place: Place
 ) -> Iterator[tuple[Place, AnyBatch]]:
     """Yield what `batches_from` yields, from a process that opens the recipe's task too and stays 64 batches ahead."""
-    # The process pads batches on the CPU. It needs no initial weights but their shape and tokenizer.
+    # The process never uses the GPU: a CUDA context would take memory there.
     beside = replace(folders, group=replace(folders.group, device=torch.device("cpu")))
     stream = _Stream(open_task, recipe, beside, place)
     # Spawned: a forked process could use neither CUDA nor the threads of the tokenizer.

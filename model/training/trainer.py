@@ -14,7 +14,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -34,7 +34,7 @@ from antiphon.model.checkpoints.checkpoint import (
 )
 from antiphon.model.ops.attention import Backend
 from antiphon.model.training.attention_entropy import recorded_entropies
-from antiphon.model.training.batches_ahead import Place, batches_beside, batches_from
+from antiphon.model.training.batches_ahead import OpenTask, Place, batches_beside, batches_from
 from antiphon.model.training.group import Group
 from antiphon.model.training.loss_plot import plot_losses
 from antiphon.model.training.optimizer import Optimizer
@@ -118,7 +118,7 @@ class Trainer:
         init: Checkpoint | None = None,
         keep_weights: bool = True,
         teacher: Checkpoint | None = None,
-        open_task: Callable[[Any, RunFolders], TrainingTask[Any]] = open_task,
+        open_task: OpenTask = open_task,
     ) -> None:
         # By default oneDNN caches 1,024 compiled kernels, which is too few for all shapes of batches.
         os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16384")
