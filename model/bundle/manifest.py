@@ -173,13 +173,17 @@ class Provenance(_Strict):
 
 
 class GenerationDefaults(_Strict):
-    """Default generation options of this model; None: the server's default. Fields as in GenerateOptions."""
+    """Default generation options of this model; None: the server's default. Fields as in the table of controls."""
 
     max_new_tokens: int | None = Field(default=None, ge=1)
     min_new_tokens: int | None = Field(default=None, ge=0)
+    time_limit_s: float | None = Field(default=None, gt=0)
+    num_return_sequences: int | None = Field(default=None, ge=1)
     temperature: float | None = Field(default=None, ge=0, le=100)
     top_k: int | None = Field(default=None, ge=0)
     top_p: float | None = Field(default=None, gt=0, le=1)
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    typical_p: float | None = Field(default=None, gt=0, le=1)
     beam_width: int | None = Field(default=None, ge=1, le=16)
     length_penalty: float | None = Field(default=None, ge=-10, le=10)
     early_stopping: Literal["heuristic", "first", "never"] | None = None
@@ -187,7 +191,9 @@ class GenerationDefaults(_Strict):
     no_repeat_ngram_size: int | None = Field(default=None, ge=0)
     forced_first_id: int | None = Field(default=None, ge=0)
     suppressed_ids: tuple[int, ...] = Field(default=(), max_length=1024)
+    logit_bias: tuple[tuple[int, float], ...] = Field(default=(), max_length=1024)
     stop_ids: tuple[int, ...] = Field(default=(), max_length=16)
+    ignore_eos: bool | None = None
 
 
 class Quality(_Strict):

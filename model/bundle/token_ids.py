@@ -46,6 +46,7 @@ def _of_generation(generation: GenerationDefaults, target: int) -> Iterator[_Ids
     yield "generation.forced_first_id", [] if forced is None else [forced], target
     yield "generation.suppressed_ids", list(generation.suppressed_ids), target
     yield "generation.stop_ids", list(generation.stop_ids), target
+    yield "generation.logit_bias", [token_id for token_id, _ in generation.logit_bias], target
 
 
 def _numbers(template: tuple[int | str, ...]) -> list[int]:

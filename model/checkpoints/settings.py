@@ -42,6 +42,39 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
+def with_class_defaults(settings: Settings) -> Settings:
+    """Return the settings of a config.json as transformers resolves them: other names, defaults, derived values.
+
+    Its configuration class for `model_type` decides; settings that the class does not know stay as they are.
+    Raises SourceError with the first line of transformers' error if the class refuses them.
+    """
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    try:
+        resolved = CONFIG_MAPPING[str(settings["model_type"])].from_dict(dict(settings)).to_dict()
+    except Exception as error:  # classes raise errors of many kinds, also of the libraries below
+        raise SourceError(f"config.json: transformers refuses it: {in_one_line(error)}") from None
+    return {**settings, **resolved}
+
+
+def in_one_line(error: Exception) -> str:
+    """Return the message of another library's error, which can have several lines, as one line."""
+    return " ".join((str(error).strip() or repr(error)).split())[:500]
+
+
+def token_id(settings: Settings, name: str, default: int | None) -> int:
+    """Return a special token id, the first one of a list; `default` if it is absent or no id of the vocabulary.
+
+    Checkpoints name an id outside the vocabulary, such as -1 or that of a token without a row, for a token that they do
+    not use. Raises SourceError if it is no whole number, or absent without a default.
+    """
+    value = settings.get(name)
+    first = value[0] if isinstance(value, list) and value else value
+    chosen = setting({name: first}, name, int, default=default)
+    is_known = 0 <= chosen < setting(settings, "vocab_size", int)
+    return chosen if is_known or default is None else default
+
+
 def setting(settings: Settings, name: str, kind: type[_T], default: _T | None = None) -> _T:
     """Return a setting of type `kind`; `default` if it is absent or null.
 

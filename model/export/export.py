@@ -10,7 +10,7 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -73,6 +73,7 @@ def export_bundle(
     explain: bool = True,
     name: str | None = None,
     overwrite: bool = False,
+    check: Callable[[Path], None] | None = None,
 ) -> Bundle:
     """Write the bundle of a checkpoint at `target`; it is written completely and verified, or not at all.
 
@@ -80,6 +81,7 @@ def export_bundle(
     explain: add a graph of attention weights for each precision except int4; never for a model with module_heads
     name: name of the bundle; None: the directory's name
     overwrite: replace a bundle at `target`; any other target that is not empty is always refused
+    check: further check of the complete bundle, called with its directory before it is moved to `target`
     Raises ExportError, BundleError, or VerificationError when a graph disagrees with the model.
     """
     target = target.resolve()
@@ -94,6 +96,8 @@ def export_bundle(
         _verify(checkpoint.model, work, graphs)
         add_metadata(checkpoint, work, graphs, name)
         manifest = load_bundle(work).manifest
+        if check is not None:
+            check(work)
         if target.exists():
             shutil.rmtree(target)
         work.rename(target)

@@ -1,16 +1,15 @@
-"""`antiphon import`: conversion of a public checkpoint to a bundle, after a comparison with the original model.
+"""Conversion of a public checkpoint to a bundle, after a comparison with the original model and tokenizer.
 
 Owns the order of the steps. checkpoints/source_weights.py reads tensors, checkpoints/families/ interprets them, and
-export/export.py writes the bundle.
+export/export.py writes the bundle. The command is service/tools/import_command.py.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,37 +18,43 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from tqdm import tqdm
 
-from antiphon.model.bundle.manifest import Bundle, BundleError, CacheType, Lowering, Precision, Provenance
+from antiphon.model.bundle.manifest import Bundle, CacheType, GenerationDefaults, Lowering, Precision, Provenance
 from antiphon.model.checkpoints.adapters.adapter import Adapter, open_adapter
 from antiphon.model.checkpoints.adapters.lora_config import CONFIG_NAME
 from antiphon.model.checkpoints.checkpoint import Checkpoint
 from antiphon.model.checkpoints.families.family import Family, Settings, family_in
-from antiphon.model.checkpoints.settings import describe
+from antiphon.model.checkpoints.settings import describe, with_class_defaults
 from antiphon.model.checkpoints.source_weights import SourceError, SourceWeights
 from antiphon.model.config import ModelConfig
-from antiphon.model.export.export import (
-    ALL_PRECISIONS,
-    CACHE_TYPES,
-    PRECISIONS,
-    ExportError,
-    check_target,
-    chosen_precisions,
-    export_bundle,
-)
-from antiphon.model.export.graphs.contrib_lowering import LoweringError
-from antiphon.model.export.verification.verify import VerificationError
+from antiphon.model.export.export import PRECISIONS, check_target, export_bundle
 from antiphon.model.importer.adapted_head import with_trained_head
-from antiphon.model.importer.convert_tokenizer import convert_tokenizer
-from antiphon.model.importer.generation_settings import generation_defaults, with_start_tokens
+from antiphon.model.importer.generation_settings import (
+    comparable_generation,
+    generation_defaults,
+    resolved_generation,
+    with_start_and_end,
+)
 from antiphon.model.importer.hub import find_checkpoint
-from antiphon.model.importer.original import compare_with_original, random_batches, run_original
+from antiphon.model.importer.original import (
+    OriginalAnswer,
+    Prompt,
+    compare_with_original,
+    random_batches,
+    run_original,
+)
+from antiphon.model.importer.original_tokenizer import TEXTS, compare_texts, open_original_tokenizer, write_tokenizer
 from antiphon.model.importer.provenance import provenance_of
 from antiphon.model.text.format import NoTokenizersFile, TextFormat
-from antiphon.model.text.tokenizer import TokenizerError, open_tokenizer
+from antiphon.model.text.tokenizer import Tokenizer, TokenizerError, encode_sources, open_tokenizer
 from antiphon.model.transformer.transformer import Transformer
 
 # Larger models have no explain graph unless --explain is given, because it is traced and verified separately.
-_EXPLAINED_PARAMETERS = 150_000_000
+EXPLAINED_PARAMETERS = 150_000_000
+# Texts whose answers are compared with those of the original.
+_NUM_ANSWERS = 3
+
+CheckAnswers = Callable[[Path, Sequence[OriginalAnswer]], None]
+"""Check of a complete bundle before it appears, which gets its directory and the answers of the original."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,32 +90,54 @@ class ImportOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Source:
-    """A checkpoint whose settings and tensor shapes are checked, without the tensors' data."""
+    """A checkpoint whose settings and tensor shapes are checked, without the tensors' data.
+
+    generation: settings that transformers' `generate` has for it, without those that are None.
+    notes: differences from transformers that are on purpose, which are printed.
+    """
 
     folder: Path
     settings: Settings
     family: Family
     config: ModelConfig
     adapter: Adapter | None
+    generation: Settings = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the larger embedding; a token with a larger id cannot be read or written."""
+        return max(self.config.vocab_size, self.config.resolved_source_vocab_size)
 
     def open_weights(self) -> SourceWeights:
         """Return the tensors, after the adapter's changes. Raises SourceError."""
         return _open_weights(self.folder, self.family, self.adapter)
 
 
-def import_checkpoint(options: ImportOptions) -> Bundle:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Converted:
+    """A source as one of our checkpoints, and answers of the original to compare the bundle with."""
+
+    checkpoint: Checkpoint
+    answers: list[OriginalAnswer]
+
+
+def import_checkpoint(options: ImportOptions, check: CheckAnswers | None = None) -> Bundle:
     """Write the bundle of a public checkpoint. The bundle is written completely and verified, or not at all.
 
-    Raises SourceError, TokenizerError, ExportError, BundleError or VerificationError.
+    check: further check of the complete bundle. Differences from the original that are on purpose are printed on
+    standard error. Raises SourceError, TokenizerError, ExportError, BundleError or VerificationError.
     """
     name = options.target.resolve().name if options.name is None else options.name
     check_target(options.target.resolve(), name, overwrite=options.overwrite)
     source = _inspect(options)
     with tempfile.TemporaryDirectory() as directory:
-        checkpoint = _checkpoint(source, options, Path(directory))
+        converted = _convert(source, options, Path(directory))
+        checkpoint = converted.checkpoint
+        _print_notes(source)
         explain = options.explain
         if explain is None:
-            explain = checkpoint.model.num_parameters <= _EXPLAINED_PARAMETERS
+            explain = checkpoint.model.num_parameters <= EXPLAINED_PARAMETERS
         return export_bundle(
             checkpoint,
             options.target,
@@ -120,7 +147,15 @@ def import_checkpoint(options: ImportOptions) -> Bundle:
             explain=explain,
             name=name,
             overwrite=options.overwrite,
+            check=None if check is None else lambda path: check(path, converted.answers),
         )
+
+
+def _print_notes(source: _Source) -> None:
+    if source.notes:
+        print(f"antiphon import: differences from {source.folder} in transformers:", file=sys.stderr)
+        for note in source.notes:
+            print(f"  - {note}", file=sys.stderr)
 
 
 def open_original(source: str, text_folder: Path) -> Checkpoint:
@@ -130,32 +165,32 @@ def open_original(source: str, text_folder: Path) -> Checkpoint:
     Raises SourceError or TokenizerError.
     """
     options = ImportOptions(source=source, target=text_folder, verify=False)
-    return _checkpoint(_inspect(options), options, text_folder)
+    return _convert(_inspect(options), options, text_folder).checkpoint
 
 
-def _checkpoint(source: _Source, options: ImportOptions, text_folder: Path) -> Checkpoint:
+def _convert(source: _Source, options: ImportOptions, text_folder: Path) -> _Converted:
     """Return the source as one of our checkpoints; text_folder gets links to its tokenizer files, or new files."""
-    text = _text(source, text_folder)
+    compares = options.verify and bool(source.family.reference)
+    original = _original_tokenizer(source) if source.family.reference else None
+    text = _text(source, original, text_folder)
     for file in text.files:
         if (source.folder / file).is_file() and not (text_folder / file).exists():
             (text_folder / file).symlink_to((source.folder / file).resolve())
     tokenizer = open_tokenizer(text_folder, text)
-    if tokenizer.vocab_size > source.config.vocab_size:
-        raise SourceError(
-            f"the tokenizer has {tokenizer.vocab_size} tokens, and the model only {source.config.vocab_size}; "
-            "check that its files belong to this checkpoint"
-        )
-    generation = generation_defaults(source.folder, source.settings, source.config, text)
-    compares = options.verify and source.family.reference
-    return Checkpoint(
+    if compares and original is not None:
+        compare_texts(original, tokenizer, text, source.num_rows, source.notes)
+    generation = generation_defaults(source.generation, source.config, text, source.notes)
+    model, answers = _compared(source, tokenizer, text, generation) if compares else (load_model(source), [])
+    checkpoint = Checkpoint(
         config=source.config,
-        model=_verified(source) if compares else load_model(source),
+        model=model,
         tokenizer=tokenizer,
         text=text,
         text_folder=text_folder,
         provenance=_provenance(options, source),
         generation=generation,
     )
+    return _Converted(checkpoint=checkpoint, answers=answers)
 
 
 def _provenance(options: ImportOptions, source: _Source) -> Provenance:
@@ -164,14 +199,61 @@ def _provenance(options: ImportOptions, source: _Source) -> Provenance:
     return found.model_copy(update={name: value for name, value in stated.items() if value})
 
 
-def _text(source: _Source, text_folder: Path) -> TextFormat:
-    """Return the text format; tokenizer files that the checkpoint has in another form are written to text_folder."""
-    source.family.write_text(source.folder, source.settings, text_folder)
+def _original_tokenizer(source: _Source) -> Any:
+    """Return the tokenizer of transformers; None, with a note, if only we can open the checkpoint's files.
+
+    Raises TokenizerError if we cannot open them either.
+    """
     try:
-        return source.family.text(source.folder, source.settings, source.config)
+        return open_original_tokenizer(source.folder)
+    except TokenizerError as error:
+        try:
+            source.family.text(source.folder, source.settings, source.config)
+        except NoTokenizersFile:
+            raise error from None
+        source.notes.append(f"{error}; its files are read as they are, and its texts are not compared")
+        return None
+
+
+def _text(source: _Source, original: Any, text_folder: Path) -> TextFormat:
+    """Return the text format; tokenizer files that the checkpoint has in another form are written to text_folder.
+
+    The tokenizer of transformers becomes a tokenizer.json if it has that form. Tokens without rows are left out.
+    """
+    family, settings, config = source.family, source.settings, source.config
+    family.write_text(source.folder, settings, text_folder)
+    try:
+        text = family.text(source.folder, settings, config)
     except NoTokenizersFile:
-        convert_tokenizer(source.folder, text_folder)
-        return source.family.text(text_folder, source.settings, source.config)
+        text = None
+    if original is not None and (text is None or text.kind == "tokenizers"):
+        write_tokenizer(original, text_folder, source.num_rows, source.notes)
+        text = None
+    if text is None:
+        text = family.text(text_folder, settings, config)
+    return _with_rows(text, source.num_rows)
+
+
+def _with_rows(text: TextFormat, num_rows: int) -> TextFormat:
+    """Return the text format without tokens that have no row in the model."""
+
+    def within(ids: dict[str, int]) -> dict[str, int]:
+        return {name: index for name, index in ids.items() if index < num_rows}
+
+    languages = within(text.languages)
+    source, target = (
+        code if code in languages else None for code in (text.default_source_language, text.default_target_language)
+    )
+    return text.model_copy(
+        update=dict(
+            added_tokens=within(text.added_tokens),
+            special_ids=tuple(index for index in text.special_ids if index < num_rows),
+            languages=languages,
+            default_source_language=source,
+            default_target_language=target,
+            mask_id=text.mask_id if text.mask_id is not None and text.mask_id < num_rows else None,
+        )
+    )
 
 
 def _inspect(options: ImportOptions) -> _Source:
@@ -179,8 +261,14 @@ def _inspect(options: ImportOptions) -> _Source:
     folder = find_checkpoint(options.source, options.revision)
     _refuse_adapter(folder)
     family = family_in(folder)
-    settings = with_start_tokens(folder, family.read_settings(folder))
+    settings, generation = family.read_settings(folder), {}
+    notes: list[str] = []
     _refuse_remote_code(settings)
+    if family.reference:
+        settings = with_class_defaults(settings)
+        stated = resolved_generation(folder).to_dict()
+        generation = {name: value for name, value in stated.items() if value is not None}
+        settings = with_start_and_end(settings, generation, notes)
     adapter = None if options.adapter is None else _adapter(options, family)
     if adapter is not None:
         settings = with_trained_head(settings, adapter)
@@ -190,7 +278,15 @@ def _inspect(options: ImportOptions) -> _Source:
     with _open_weights(folder, family, adapter, on_meta=True) as shapes, torch.device("meta"):
         family.load(Transformer(config), shapes, settings)
         shapes.check(family.name)
-    return _Source(folder=folder, settings=settings, family=family, config=config, adapter=adapter)
+    return _Source(
+        folder=folder,
+        settings=settings,
+        family=family,
+        config=config,
+        adapter=adapter,
+        generation=generation,
+        notes=notes,
+    )
 
 
 def _adapter(options: ImportOptions, family: Family) -> Adapter:
@@ -242,20 +338,43 @@ def _limited(config: ModelConfig, options: ImportOptions) -> ModelConfig:
     return describe(**{**config.model_dump(), **changed}) if changed else config
 
 
-def _verified(source: _Source) -> Transformer:
-    """Return the model after a comparison with the original, whose memory is freed before our model is loaded."""
+def _compared(
+    source: _Source, tokenizer: Tokenizer, text: TextFormat, generation: GenerationDefaults
+) -> tuple[Transformer, list[OriginalAnswer]]:
+    """Return the model after a comparison with the original, and answers of the original.
+
+    The original's memory is freed before our model is loaded.
+    """
     batches = random_batches(source.config)
     reference = _reference(source)
+    has_answers = source.config.architecture != "encoder"
     with tqdm(total=2, desc="compare with transformers", unit="model", disable=None) as progress:
-        expected = run_original(source.folder, reference, source.config, batches, source.adapter)
+        expected = run_original(
+            source.folder,
+            reference,
+            source.config,
+            batches,
+            source.adapter,
+            prompts=_prompts(source, tokenizer, text) if has_answers else (),
+            generation=comparable_generation(source.generation, source.config, text, generation),
+        )
         progress.update()
         model = load_model(source)
-        errors = compare_with_original(model, batches, expected)
+        errors = compare_with_original(model, batches, expected.outputs)
         progress.update()
     shown = ", ".join(f"{name} {error:.1e}" for name, error in errors.items())
     tokens = sum(int(batch.lens.sum()) for batch in batches)
     print(f"{source.family.name}: as in transformers over {tokens} random tokens; largest relative error: {shown}")
-    return model
+    return model, expected.answers
+
+
+def _prompts(source: _Source, tokenizer: Tokenizer, text: TextFormat) -> list[Prompt]:
+    """Return a few texts that fit the model and have no unknown characters only."""
+    config = source.config
+    longest = config.max_target_len // 2 if config.architecture == "decoder" else config.max_source_len
+    encoded = zip(TEXTS, encode_sources(tokenizer, text, TEXTS), strict=True)
+    prompts = [Prompt(text=sample, ids=tuple(ids)) for sample, ids in encoded if 0 < len(ids) <= longest]
+    return prompts[:_NUM_ANSWERS]
 
 
 def _reference(source: _Source) -> str:
@@ -296,87 +415,3 @@ class _NoRandomWeights(TorchFunctionMode):
         if func in (Tensor.normal_, Tensor.uniform_):
             return args[0].fill_(torch.nan)
         return func(*args, **(kwargs or {}))
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
-    parser.add_argument(
-        "source", metavar="DIRECTORY_OR_HUB_NAME", help="a checkpoint; an existing directory takes precedence"
-    )
-    parser.add_argument("bundle", type=Path, metavar="BUNDLE", help="directory to write, for `antiphon serve`")
-    parser.add_argument(
-        "--adapter", type=Path, metavar="DIR", help="a LoRA adapter that peft saved, to merge into the weights"
-    )
-    parser.add_argument("--name", help="the model's name for clients (default: the bundle directory's name)")
-    parser.add_argument(
-        "--precision",
-        nargs="+",
-        choices=ALL_PRECISIONS,
-        help="default: float32 int8, and bfloat16 with --lowering cuda",
-    )
-    parser.add_argument(
-        "--lowering",
-        nargs="+",
-        choices=("native", "cuda"),
-        default=["native"],
-        help="graphs for CPUs (native, the default), for an NVIDIA GPU (cuda), or both",
-    )
-    parser.add_argument(
-        "--cache-type",
-        choices=CACHE_TYPES,
-        help="type of cached keys and values (default: float16 with integer weights, else float32)",
-    )
-    parser.add_argument(
-        "--explain",
-        action=argparse.BooleanOptionalAction,
-        help="export the graph that returns attention weights (default: for models up to "
-        f"{_EXPLAINED_PARAMETERS // 1_000_000} million parameters)",
-    )
-    for side in ("source", "target"):
-        parser.add_argument(f"--max-{side}-len", type=int, help=f"longest {side} in tokens (default: the checkpoint's)")
-    parser.add_argument("--overwrite", action="store_true", help="replace BUNDLE if it is a bundle")
-    parser.add_argument("--revision", help="branch, tag or commit of a checkpoint on the hub")
-    parser.add_argument("--no-verify", dest="verify", action="store_false", help="do not compare with the original")
-    parser.add_argument("--licence", help="licence of the weights (default: that of the checkpoint's README.md)")
-    parser.add_argument("--attribution", help="authors to name with the weights")
-
-
-def _options(args: argparse.Namespace) -> ImportOptions:
-    return ImportOptions(
-        source=args.source,
-        target=args.bundle,
-        name=args.name,
-        precisions=chosen_precisions(args.precision, args.lowering),
-        lowerings=tuple(dict.fromkeys(args.lowering)),
-        cache=args.cache_type,
-        adapter=args.adapter,
-        explain=args.explain,
-        overwrite=args.overwrite,
-        verify=args.verify,
-        revision=args.revision,
-        max_source_len=args.max_source_len,
-        max_target_len=args.max_target_len,
-        licence=args.licence,
-        attribution=args.attribution,
-    )
-
-
-def run(args: argparse.Namespace) -> int:
-    """Import a checkpoint; return 0 when the bundle is written, 2 after an error, with one line on standard error."""
-    try:
-        bundle = import_checkpoint(_options(args))
-    except (
-        SourceError,
-        TokenizerError,
-        ExportError,
-        BundleError,
-        LoweringError,
-        VerificationError,
-        OSError,
-    ) as error:
-        print(f"antiphon import: {error}", file=sys.stderr)
-        return 2
-    size = sum(entry.size for entry in bundle.manifest.files.values())
-    described = ", ".join(f"{graphs.lowering} {graphs.precision}" for graphs in bundle.manifest.graphs)
-    print(f"{bundle.path}: {described}; {size / 1e6:.1f} MB, graphs verified against the model")
-    return 0

@@ -1,14 +1,16 @@
-"""Comparison of an imported model with the original on random tokens, before the export.
+"""The original model in transformers: its outputs on random tokens and its answers, to compare an import with.
 
-The original runs in transformers, in float32 on the CPU, without code from the checkpoint. It runs first and is freed,
-so that there are never two models in memory. An adapter is computed by peft beside the original's weights, not merged.
+The original runs in float32 on the CPU, without code from the checkpoint. It runs first and is freed, so that there are
+never two models in memory. An adapter is computed by peft beside the original's weights, not merged.
 """
 
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +21,7 @@ import torch
 from torch import Tensor
 
 from antiphon.model.checkpoints.adapters.adapter import Adapter
+from antiphon.model.checkpoints.settings import in_one_line
 from antiphon.model.config import ModelConfig
 from antiphon.model.export.verification.verify import TOLERANCES, VerificationError
 from antiphon.model.head_config import FIRST_TOKEN_TASKS, Task
@@ -33,6 +36,8 @@ _HEAD_OUTPUTS: dict[Task, tuple[str, ...]] = {
     "next_sentence": ("seq_relationship_logits", "sop_logits", "logits"),
     "pool": ("pooler_output",),
 }
+# Scores closer than this are a tie: sums in another order differ by up to about 1e-4 of a logit.
+_TIE = 1e-3
 _CASES = (((1,), 3), ((14, 3, 9), 7), ((31, 30, 5, 17), 12))
 
 
@@ -76,35 +81,130 @@ def _ids(vocab_size: int, pad_id: int, shape: tuple[int, int], random: np.random
     return torch.from_numpy(ids + (ids >= pad_id))
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prompt:
+    """A text, and the tokens of its source or, for a decoder-only model, of its prompt."""
+
+    text: str
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OriginalAnswer:
+    """The answer of `generate` to a prompt: new tokens without end tokens.
+
+    rivals: token sequences that `generate` could have returned just as well, because their scores differ by less than
+    float32 sums in another order do.
+    """
+
+    prompt: Prompt
+    ids: tuple[int, ...]
+    rivals: tuple[tuple[int, ...], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OriginalRun:
+    """Outputs of the original by name for each batch, see `_ours`, and its answers."""
+
+    outputs: list[dict[str, Tensor]]
+    answers: list[OriginalAnswer]
+
+
 @torch.no_grad()
 def run_original(
-    folder: Path, reference: str, config: ModelConfig, batches: list[Batch], adapter: Adapter | None = None
-) -> list[dict[str, Tensor]]:
-    """Return the original's outputs by name for each batch; `reference` is a class of transformers. See `_ours`."""
+    folder: Path,
+    reference: str,
+    config: ModelConfig,
+    batches: list[Batch],
+    adapter: Adapter | None = None,
+    prompts: Sequence[Prompt] = (),
+    generation: Mapping[str, Any] | None = None,
+) -> OriginalRun:
+    """Run the original on batches, and generate answers to prompts.
+
+    reference: a class of transformers. generation: settings of `generate`, which replace those of the checkpoint.
+    Raises VerificationError with the error of transformers if the original cannot run.
+    """
+    try:
+        with quiet_transformers(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            original = _load_original(folder, reference, config, adapter)
+            outputs = [_theirs(original, config, batch) for batch in batches]
+            answers = [_generated(original, config, prompt, generation or {}) for prompt in prompts]
+    except VerificationError:
+        raise
+    except Exception as error:  # transformers raises errors of many kinds for a checkpoint that it cannot run
+        raise VerificationError(
+            f"transformers cannot run the original as {reference}, so the import cannot be compared with it: "
+            f"{in_one_line(error)}; --no-verify skips the comparison"
+        ) from error
+    del original
+    gc.collect()
+    return OriginalRun(outputs=outputs, answers=answers)
+
+
+def _load_original(folder: Path, reference: str, config: ModelConfig, adapter: Adapter | None) -> Any:
     import transformers
 
     # An adapter's head can have other labels than the checkpoint's.
     labels = [len(head.labels) for head in config.heads if head.task in ("classify", "tag")]
     head = dict(num_labels=labels[0], ignore_mismatched_sizes=True) if adapter and labels else {}
-    with _quiet_transformers():
-        original = getattr(transformers, reference).from_pretrained(
-            folder,
-            dtype=torch.float32,
-            trust_remote_code=False,
-            local_files_only=True,
-            attn_implementation="eager",
-            **head,
-        )
-        if adapter is not None:
-            insert_adapter(original, adapter)
-        outputs = [_theirs(original.eval(), config, batch) for batch in batches]
-    del original
-    gc.collect()
-    return outputs
+    original = getattr(transformers, reference).from_pretrained(
+        folder,
+        dtype=torch.float32,
+        trust_remote_code=False,
+        local_files_only=True,
+        attn_implementation="eager",
+        **head,
+    )
+    if adapter is not None:
+        insert_adapter(original, adapter)
+    return original.eval()
+
+
+def _generated(original: Any, config: ModelConfig, prompt: Prompt, generation: Mapping[str, Any]) -> OriginalAnswer:
+    """Return the answer of `generate`, with the rivals that a tie of scores makes possible."""
+    import transformers
+
+    make: Any = transformers.GenerationConfig
+    settings = make(**generation, output_scores=True, return_dict_in_generate=True)
+    original.generation_config = make()  # all settings are in `generation`
+    width = generation.get("num_beams") or 1
+    source = torch.tensor([prompt.ids])
+    found = original.generate(
+        source, attention_mask=torch.ones_like(source), generation_config=settings, num_return_sequences=width
+    )
+    num_given = 1 if config.architecture == "encoder-decoder" else len(prompt.ids)
+    ends = {*_listed(generation["eos_token_id"])}
+    answers = [
+        tuple(itertools.takewhile(lambda token_id: token_id not in ends, row[num_given:].tolist()))
+        for row in found.sequences
+    ]
+    if width > 1:
+        scores = found.sequences_scores
+        rivals = [ids for ids, score in zip(answers, scores, strict=True) if scores[0] - score < _TIE]
+    else:
+        rivals = _rivals(answers[0], found.scores)
+    return OriginalAnswer(prompt=prompt, ids=answers[0], rivals=tuple(rivals))
+
+
+def _rivals(answer: tuple[int, ...], scores: Sequence[Tensor]) -> list[tuple[int, ...]]:
+    """Return the beginnings of a greedy answer up to a tie, each with the other token; what follows it is not known."""
+    rivals = []
+    for step, row in enumerate(scores[: len(answer) + 1]):
+        best = row[0].topk(2)
+        if best.values[0] - best.values[1] < _TIE:
+            rivals += [(*answer[:step], token_id) for token_id in best.indices.tolist()]
+    return rivals
+
+
+def _listed(ends: int | Sequence[int]) -> Sequence[int]:
+    return [ends] if isinstance(ends, int) else ends
 
 
 @contextmanager
-def _quiet_transformers() -> Iterator[None]:
+def quiet_transformers() -> Iterator[None]:
+    """Silence the log and the progress bars of transformers."""
     from transformers.utils import logging as transformers_logging
 
     level = transformers_logging.get_verbosity()

@@ -5,6 +5,7 @@ The adapters are trained by peft for a few steps: one case for each family, and 
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from antiphon.model.checkpoints.source_weights import SourceError
 from antiphon.model.export.verification.verify import VerificationError
-from antiphon.model.importer.importer import ImportOptions, _inspect, _verified
+from antiphon.model.importer.importer import ImportOptions, _convert, _inspect
 from antiphon.model.transformer.transformer import Transformer
 from tests.parity import seq2seq_checkpoints
 from tests.parity.adapters import open_adapted, outputs_of_ours, outputs_of_theirs, train_adapter
@@ -170,7 +171,9 @@ def write_adapted(case: Case, folder: Path) -> tuple[Path, Path]:
 
 def import_adapted(base: Path, adapter: Path | None) -> Transformer:
     """Return the imported model, after the command's own comparison with peft."""
-    return _verified(_inspect(ImportOptions(source=str(base), target=base / "unused", adapter=adapter)))
+    options = ImportOptions(source=str(base), target=base / "unused", adapter=adapter)
+    with tempfile.TemporaryDirectory() as text_folder:
+        return _convert(_inspect(options), options, Path(text_folder)).checkpoint.model
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -7,7 +7,7 @@ from pathlib import Path
 from torch import nn
 
 from antiphon.model.checkpoints.families.family import Family
-from antiphon.model.checkpoints.settings import Settings, activation, describe, refuse_unless, setting
+from antiphon.model.checkpoints.settings import Settings, activation, describe, refuse_unless, setting, token_id
 from antiphon.model.checkpoints.source_weights import SourceWeights
 from antiphon.model.checkpoints.text_formats import tokenizers_format
 from antiphon.model.config import ModelConfig
@@ -29,7 +29,7 @@ def configure(settings: Settings) -> ModelConfig:
     for name, only in (("scale_attn_by_inverse_layer_idx", False), ("add_cross_attention", False)):
         refuse_unless(settings, name, only=only, default=only)
     width = setting(settings, "n_embd", int)
-    eos_id = setting(settings, "eos_token_id", int, default=50256)
+    eos_id = token_id(settings, "eos_token_id", default=50256)
     return describe(
         architecture="decoder",
         vocab_size=setting(settings, "vocab_size", int),
@@ -47,8 +47,8 @@ def configure(settings: Settings) -> ModelConfig:
         tie_output=setting(settings, "tie_word_embeddings", bool, default=True),
         dropout=setting(settings, "resid_pdrop", float, default=0.1),
         max_target_len=setting(settings, "n_positions", int),
-        pad_id=setting(settings, "pad_token_id", int, default=eos_id),
-        bos_id=setting(settings, "bos_token_id", int, default=eos_id),
+        pad_id=token_id(settings, "pad_token_id", default=eos_id),
+        bos_id=token_id(settings, "bos_token_id", default=eos_id),
         eos_id=eos_id,
         unk_id=eos_id,
     )

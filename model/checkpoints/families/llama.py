@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from antiphon.model.checkpoints.families.family import Family
-from antiphon.model.checkpoints.settings import Settings, activation, describe, setting
+from antiphon.model.checkpoints.settings import Settings, activation, describe, setting, token_id
 from antiphon.model.checkpoints.source_weights import SourceError, SourceWeights
 from antiphon.model.checkpoints.text_formats import tokenizers_format
 from antiphon.model.config import LinearScaling, Llama3Scaling, ModelConfig
@@ -39,7 +39,7 @@ def configure(settings: Settings) -> ModelConfig:
     """Return the shape. If one projection has a bias, all have one here; missing biases are zeros."""
     rotation = _rotation(settings)
     width, heads = setting(settings, "hidden_size", int), setting(settings, "num_attention_heads", int)
-    eos_id = _first(settings, "eos_token_id", default=2)
+    eos_id = token_id(settings, "eos_token_id", default=2)
     return describe(
         architecture="decoder",
         vocab_size=setting(settings, "vocab_size", int),
@@ -62,8 +62,8 @@ def configure(settings: Settings) -> ModelConfig:
         bias=setting(settings, "has_bias", bool, default=False),
         dropout=0.0,
         max_target_len=_longest(settings),
-        pad_id=_first(settings, "pad_token_id", default=eos_id),
-        bos_id=_first(settings, "bos_token_id", default=eos_id),
+        pad_id=token_id(settings, "pad_token_id", default=eos_id),
+        bos_id=token_id(settings, "bos_token_id", default=eos_id),
         eos_id=eos_id,
         unk_id=0,
     )
@@ -103,12 +103,6 @@ def _longest(settings: Settings) -> int:
     window = setting(settings, "sliding_window", int, default=longest)
     is_used = setting(settings, "use_sliding_window", bool, default=True)
     return min(longest, window if is_used else longest, _MAX_LEN)
-
-
-def _first(settings: Settings, name: str, default: int) -> int:
-    """Return a special token id; the first one if the setting is a list."""
-    value = settings.get(name)
-    return setting({name: value[0] if isinstance(value, list) and value else value}, name, int, default=default)
 
 
 def load(model: Transformer, weights: SourceWeights, settings: Settings) -> None:

@@ -21,11 +21,16 @@ def configure(settings: Settings) -> ModelConfig:
 
 
 def text(folder: Path, settings: Settings, config: ModelConfig) -> TextFormat:
-    """Return the text format: source language, text, end token; a target starts with its language token."""
+    """Return the text format: source language, text, end token; a target starts with its language token.
+
+    NLLB's tokenizer.json has the template: with `legacy_behaviour` the language follows the end token.
+    """
     template, languages = ("$source_language", "$text", "</s>"), Languages(place="first")
     forced = settings.get("forced_bos_token_id")
     if not (folder / "vocab.json").is_file():
-        nllb = tokenizers_format(folder, template=template, languages=languages)
+        nllb = tokenizers_format(folder, languages=languages)
+        if "$source_language" not in nllb.template:
+            nllb = tokenizers_format(folder, languages=languages, template=template)
         return with_default_languages(nllb, "eng_Latn", forced)
     found = sentencepiece_format(
         folder,

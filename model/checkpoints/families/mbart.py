@@ -35,16 +35,22 @@ def text(folder: Path, settings: Settings, config: ModelConfig) -> TextFormat:
     """Return the text format with its language tokens.
 
     mBART: text, end token, source language; the target language is the begin token.
-    mBART-50: source language, text, end token; the target language follows the begin token.
+    mBART-50: source language, text, end token; the target language follows the begin token. tokenizer_class names
+    either. Where it is a generic class, the template of tokenizer.json and a forced first token show which one it is.
     """
     described = read_json(folder / "tokenizer_config.json")
-    is_50 = "50" in str(described.get("tokenizer_class", settings.get("tokenizer_class", "")))
-    found = tokenizers_format(
-        folder,
-        languages=Languages(place="first" if is_50 else "begin"),
-        template=("$source_language", "$text", "</s>") if is_50 else ("$text", "</s>", "$source_language"),
-    )
-    return with_default_languages(found, "en_XX", settings.get("forced_bos_token_id") if is_50 else config.bos_id)
+    name = str(described.get("tokenizer_class") or settings.get("tokenizer_class") or "")
+    forced = settings.get("forced_bos_token_id")
+    found = tokenizers_format(folder, languages=Languages(place="begin"))
+    is_50 = "50" in name
+    if not name.startswith("MBart"):
+        is_50 = found.template[0] == "$source_language" or forced in found.languages.values()
+    if "$source_language" not in found.template:
+        template = ("$source_language", "$text", "</s>") if is_50 else ("$text", "</s>", "$source_language")
+        found = tokenizers_format(folder, languages=Languages(place="begin"), template=template)
+    if is_50 and found.languages:
+        found = found.model_copy(update=dict(target_language_place="first"))
+    return with_default_languages(found, "en_XX", forced if is_50 else config.bos_id)
 
 
 FAMILY = Family(

@@ -214,7 +214,7 @@ the same as antiphon lab compare; after an interruption, the same command resume
   antiphon serve BUNDLE""",
     ),
     "import": Subcommand(
-        module="antiphon.model.importer.importer",
+        module="antiphon.service.tools.import_command",
         extra="server,import",
         summary="import a public checkpoint as a bundle",
         examples="""\
@@ -225,7 +225,7 @@ the same as antiphon lab compare; after an interruption, the same command resume
   antiphon import ./ct2-en-de BUNDLE        a CTranslate2 directory: model.bin and its vocabularies
   antiphon serve BUNDLE
 
-before the export the model is compared with the original in transformers, in float32""",
+model, texts and answers are compared with those of the original in transformers, in float32""",
     ),
     "evaluate": Subcommand(
         module="antiphon.service.tools.evaluation.evaluate",

@@ -8,7 +8,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from antiphon.model.checkpoints.settings import Settings, activation, describe, refuse_unequal, setting
+from antiphon.model.checkpoints.settings import (
+    Settings,
+    activation,
+    describe,
+    refuse_unequal,
+    setting,
+    token_id,
+)
 from antiphon.model.checkpoints.source_weights import SourceWeights
 from antiphon.model.config import ModelConfig
 from antiphon.model.transformer.layers import DecoderLayer, EncoderLayer
@@ -56,12 +63,10 @@ def common_fields(settings: Settings) -> dict[str, Any]:
 
 def special_ids(settings: Settings, *, pad: int | None, begin: int | None, eos: int, unk: int) -> dict[str, int]:
     """Return special token ids of config.json, or the family's defaults; `begin` is the first decoder input."""
-    ends = settings.get("eos_token_id", eos)
-    end = ends[0] if isinstance(ends, list) and ends else ends
     return dict(
-        pad_id=setting(settings, "pad_token_id", int, default=pad),
-        bos_id=setting(settings, "decoder_start_token_id", int, default=begin),
-        eos_id=setting({"eos_token_id": end}, "eos_token_id", int, default=eos),
+        pad_id=token_id(settings, "pad_token_id", default=pad),
+        bos_id=token_id(settings, "decoder_start_token_id", default=begin),
+        eos_id=token_id(settings, "eos_token_id", default=eos),
         unk_id=unk,
     )
 

@@ -89,8 +89,10 @@ def default_options(generation: GenerationDefaults = NO_DEFAULTS) -> pb.Generate
             getattr(defaults, control.name).extend(value)
         elif control.kind is Kind.CHOICE:
             setattr(defaults, control.name, _number_of(control, value))
-        elif control.kind is not Kind.BIASES:
-            setattr(defaults, control.name, value)
+        elif control.kind is Kind.BIASES:
+            defaults.logit_bias.update(dict(value))
+        else:
+            setattr(defaults, control.name, round(1000 * value) if control.field == "time_limit_s" else value)
     return defaults
 
 

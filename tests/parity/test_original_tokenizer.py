@@ -1,4 +1,4 @@
-"""Conversion of older tokenizer files: the converted tokenizers give the same ids as the originals."""
+"""Tokenizers as transformers opens them: tokenizer.json of the bundle gives the ids of the checkpoint's tokenizer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from antiphon.model.checkpoints.families.family import family_of
 from antiphon.model.config import ModelConfig
-from antiphon.model.importer.convert_tokenizer import convert_tokenizer
+from antiphon.model.importer.original_tokenizer import open_original_tokenizer, write_tokenizer
 from antiphon.model.text.format import NoTokenizersFile, TokenizerError
 from antiphon.model.text.tokenizer import open_tokenizer
 from tests.parity.tokenizer_checkpoints import TEXTS, pieces
@@ -74,7 +74,7 @@ def test_converted_tokenizer_gives_the_ids_of_the_original(
     family = family_of(settings)
     with pytest.raises(NoTokenizersFile, match=r"tokenizer\.json"):
         family.text(old, settings, config)
-    convert_tokenizer(old, new)
+    write_tokenizer(open_original_tokenizer(old), new, 400, [])
     tokenizer = open_tokenizer(new, family.text(new, settings, config))
     for text in [*AWKWARD, *TEXTS[:8]]:
         assert tokenizer.encode(text) == reference(text)
@@ -83,4 +83,4 @@ def test_converted_tokenizer_gives_the_ids_of_the_original(
 def test_folder_without_any_tokenizer_is_refused(tmp_path: Path) -> None:
     describe(tmp_path, "bert")
     with pytest.raises(TokenizerError, match=r"tokenizer\.json"):
-        convert_tokenizer(tmp_path, tmp_path / "new")
+        open_original_tokenizer(tmp_path)
