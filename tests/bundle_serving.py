@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpc_health.v1 import health
 from prometheus_client import CollectorRegistry
 
 from antiphon.client import AsyncClient
 from antiphon.model.ops.cuda.driver import CudaDevice
 from antiphon.service.observability.metrics.metric_families import MetricFamilies
 from antiphon.service.observability.telemetry import Telemetry
+from antiphon.service.rpc.calls.probes import HealthServicer
 from antiphon.service.rpc.v1.answers.pacing import Pacing
 from antiphon.service.rpc.v1.handlers import Calls
 from antiphon.service.rpc.v1.models import Models, Served
@@ -55,7 +55,7 @@ async def serving_bundle(
     models = Models()
     models.add(served)
     calls = Calls(models, Telemetry(shared.families), shared.pacing)
-    server = build_server(config, calls, health.aio.HealthServicer(), shared.pacing)
+    server = build_server(config, calls, HealthServicer(), shared.pacing)
     target = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     served.engine.start()
     await server.start()

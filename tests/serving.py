@@ -15,7 +15,6 @@ import grpc
 import grpc.aio
 import pytest
 from google.rpc import error_details_pb2, status_pb2
-from grpc_health.v1 import health
 from grpc_health.v1.health_pb2 import HealthCheckResponse
 from prometheus_client import CollectorRegistry
 
@@ -31,7 +30,7 @@ from antiphon.service.observability.metrics.engine_metrics import Metrics
 from antiphon.service.observability.metrics.metric_families import MetricFamilies
 from antiphon.service.observability.telemetry import Telemetry
 from antiphon.service.rpc.calls.connections.resets import Resets
-from antiphon.service.rpc.calls.probes import Probes
+from antiphon.service.rpc.calls.probes import HealthServicer, Probes
 from antiphon.service.rpc.security.file_metrics import FileMetrics
 from antiphon.service.rpc.v1.answers.attention_maps import AttentionExplainer
 from antiphon.service.rpc.v1.answers.pacing import Pacing
@@ -185,7 +184,7 @@ async def serving(
     telemetry = Telemetry(families, ended.append)
     access = Access(config, FileMetrics(families))
     calls = Calls(models, telemetry, pacing, call_limits(config), Resets(families.connections_closed.inc))
-    health_servicer = health.aio.HealthServicer()
+    health_servicer = HealthServicer()
     probes = Probes(health_servicer, SERVICES)
     server = build_server(config, calls, health_servicer, pacing, access.interceptors(telemetry, waits))
     certificates = access.port_certificates()

@@ -20,6 +20,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 _SHOWN = 5
+# Prefixes of names in checkpoints of a wrapped model, and what wrapped it; transformers does not remove them either.
+_WRAPPERS = {"_orig_mod.": "torch.compile", "module.": "DataParallel"}
+# Last parts of the names of tensors that only quantised weights have: GPTQ, AWQ, bitsandbytes, FP8, compressed tensors.
+_QUANTISED = ("qweight", "qzeros", "g_idx", "SCB", "absmax", "weight_scale", "weight_scale_inv", "weight_packed")
 _T = TypeVar("_T")
 # Function from a tensor of a checkpoint, float32, to the tensor after a change of the same shape; raises SourceError.
 Change = Callable[[Tensor], Tensor]
@@ -219,8 +223,7 @@ class SourceWeights:
             adapted = "; the adapter's if its training added layers: modules_to_save must list them"
             raise SourceError(
                 f"the tensors do not fit the {family} model of config.json: {'; '.join(found)}. "
-                "Check that the checkpoint is complete and that config.json belongs to it"
-                f"{adapted if self._changes or self._replaced else ''}."
+                f"{_advice(unused)}{adapted if self._changes or self._replaced else ''}."
             )
 
     def _check_adapter(self, family: str, unused: Iterable[str]) -> None:
@@ -235,6 +238,17 @@ class SourceWeights:
 
     def _is_ignored(self, name: str) -> bool:
         return any(fnmatchcase(name, pattern) for pattern in self._ignored)
+
+
+def _advice(unused: Iterable[str]) -> str:
+    """Return what to do about tensors that do not fit, given the names of those that were not used."""
+    names = list(unused)
+    if any(name.endswith(_QUANTISED) for name in names):
+        return "The weights are quantised: import the checkpoint from which they were quantised"
+    for prefix, wrapper in _WRAPPERS.items():
+        if any(name.startswith(prefix) for name in names):
+            return f"Names begin with {prefix!r}, which {wrapper} adds: save the model inside it instead"
+    return "Check that the checkpoint is complete and that config.json belongs to it"
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -24,7 +24,7 @@ from antiphon.service.observability.telemetry import Telemetry
 from antiphon.service.rpc.calls.background import in_background, running_in_background
 from antiphon.service.rpc.calls.batches import free_failed_batches
 from antiphon.service.rpc.calls.connections.resets import Resets
-from antiphon.service.rpc.calls.probes import Health, Probes
+from antiphon.service.rpc.calls.probes import Health, HealthServicer, Probes
 from antiphon.service.rpc.calls.rpc import CallLimits
 from antiphon.service.rpc.calls.standard_services import UnknownMethods, standard_handlers
 from antiphon.service.rpc.calls.waits.client_wait_metrics import WaitMetrics
@@ -63,7 +63,7 @@ class Parts:
 
     config: ServerConfig
     shared: Shared
-    health: health.aio.HealthServicer
+    health: HealthServicer
     probes: Probes
     control: Control
     calls: Calls
@@ -83,7 +83,7 @@ class Parts:
 
         place: index of this process and number of processes that share the port, such as 0/2; None if it is alone.
         """
-        servicer = health.aio.HealthServicer()
+        servicer = HealthServicer()
         probes = Probes(servicer, SERVICES)
         await probes.start()
         control = Control(Models(), shared, probes.announce)
@@ -199,7 +199,7 @@ def call_limits(config: ServerConfig) -> CallLimits:
 def build_server(
     config: ServerConfig,
     calls: Calls,
-    health_servicer: health.aio.HealthServicer,
+    health_servicer: HealthServicer,
     pacing: Pacing,
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
     *,

@@ -6,11 +6,12 @@ import contextlib
 from collections.abc import AsyncIterator, Iterator
 
 import grpc.aio
-from grpc_health.v1 import health, health_pb2_grpc
+from grpc_health.v1 import health_pb2_grpc
 from prometheus_client import CollectorRegistry
 
 from antiphon.service.observability.telemetry import Telemetry
 from antiphon.service.rpc.calls.connections.ports import check_port, serve_metrics
+from antiphon.service.rpc.calls.probes import HealthServicer
 from antiphon.service.rpc.calls.waits.client_waits import ClientWaits
 from antiphon.service.server.access import Access
 from antiphon.service.server.admin import Admin, build_admin_server
@@ -38,7 +39,7 @@ def metrics_port(config: ServerConfig, access: Access, registry: CollectorRegist
 
 
 @contextlib.asynccontextmanager
-async def probe_port(config: ServerConfig, health_servicer: health.aio.HealthServicer) -> AsyncIterator[int | None]:
+async def probe_port(config: ServerConfig, health_servicer: HealthServicer) -> AsyncIterator[int | None]:
     """Serve only health, in plaintext, if a probe port is configured; yield the port or None."""
     if config.probe_port is None:
         yield None

@@ -7,6 +7,7 @@ name, so that a server that drains, or is still loading, is not killed.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from grpc_health.v1 import health, health_pb2
 
@@ -16,6 +17,25 @@ LIVENESS = "liveness"
 
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+class HealthServicer(health.aio.HealthServicer):
+    """Health service with List, which grpcio-health-checking declares and does not implement (grpc/grpc#41991)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._listed: dict[str, int] = {}
+
+    async def set(self, service: str, status: int) -> None:
+        """Store the status of a service, and send it to those who watch it."""
+        self._listed[service] = status
+        await super().set(service, status)
+
+    async def List(self, request: Any, context: Context) -> Any:
+        """Return the status of every service, for a HealthListRequest."""
+        messages: Any = health_pb2  # its type stubs lack List
+        checks = {name: messages.HealthCheckResponse(status=status) for name, status in self._listed.items()}
+        return messages.HealthListResponse(statuses=checks)
 
 
 class Health:

@@ -19,6 +19,9 @@ from antiphon.service.rpc.calls.rpc import Context, InFlight, Method
 
 # All unknown methods are counted under one name: clients must not be able to create metric labels.
 _UNKNOWN = "(unknown)"
+# Second names of services. reflection.v1 has the messages of v1alpha, and grpcio-reflection serves only the latter
+# (grpc/grpc#38576); newer clients ask for the former alone.
+_ALSO_NAMED = {"grpc.reflection.v1alpha.ServerReflection": ("grpc.reflection.v1.ServerReflection",)}
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
@@ -43,9 +46,10 @@ def standard_handlers(add: Callable[[Any], None], in_flight: InFlight) -> list[g
     add(collected)
     return [
         grpc.method_handlers_generic_handler(
-            service, {name: _guarded(f"{service}/{name}", one, in_flight) for name, one in handlers.items()}
+            named, {name: _guarded(f"{named}/{name}", one, in_flight) for name, one in handlers.items()}
         )
         for service, handlers in collected.handlers.items()
+        for named in (service, *_ALSO_NAMED.get(service, ()))
     ]
 
 

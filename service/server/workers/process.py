@@ -12,7 +12,6 @@ import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 
 import uvloop
-from grpc_health.v1 import health
 from grpc_health.v1.health_pb2 import HealthCheckResponse
 from prometheus_client import CollectorRegistry, Metric
 
@@ -22,7 +21,7 @@ from antiphon.service.observability.metrics.process_metrics import add_process_m
 from antiphon.service.observability.telemetry import Telemetry
 from antiphon.service.rpc.calls.background import running_in_background
 from antiphon.service.rpc.calls.connections.ports import PortError
-from antiphon.service.rpc.calls.probes import Probes
+from antiphon.service.rpc.calls.probes import HealthServicer, Probes
 from antiphon.service.rpc.security.file_metrics import FileMetrics
 from antiphon.service.server.access import Access
 from antiphon.service.server.lifecycle import Stop, end_now
@@ -108,7 +107,7 @@ class _Server:
         """Serve, then end the process."""
         stop = Stop()
         stop.on_signals()
-        servicer = health.aio.HealthServicer()
+        servicer = HealthServicer()
         self._probes = Probes(servicer, SERVICES)
         await self._probes.start()
         async with self._metrics_port() as metrics, probe_port(self._config, servicer) as probe:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import os
 import resource
 import select
@@ -13,10 +14,13 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 from wsgiref.simple_server import WSGIServer
 
 import pytest
 from prometheus_client import CollectorRegistry, Gauge
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics_families
+from prometheus_client.parser import text_string_to_metric_families as text_families
 
 from antiphon.service.rpc.calls.connections.ports import MAX_SCRAPES, serve_metrics
 from tests.certificates import Authority
@@ -72,6 +76,37 @@ def trickle(connection: socket.socket, data: bytes) -> None:
             if is_readable and not connection.recv(4096):
                 return
             assert time.monotonic() < end_s, "the server never closed the connection"
+
+
+# Accept headers of other clients, and of Prometheus by version.
+_OPEN_METRICS = "application/openmetrics-text;version=1.0.0"
+ACCEPTED = {
+    "none": None,
+    "any": "*/*",
+    "JSON": "application/json",
+    "2.0": "application/openmetrics-text; version=0.0.1,text/plain;version=0.0.4;q=0.5,*/*;q=0.1",
+    "2.50": f"{_OPEN_METRICS},application/openmetrics-text;version=0.0.1;q=0.75,text/plain;version=0.0.4;q=0.5",
+    "3": f"{_OPEN_METRICS};escaping=allow-utf-8;q=0.6,text/plain;version=1.0.0;escaping=allow-utf-8;q=0.4,*/*;q=0.2",
+}
+
+
+@pytest.mark.parametrize("encoding", ["identity", "gzip"])
+@pytest.mark.parametrize("accepted", ACCEPTED.values(), ids=ACCEPTED)
+def test_scrape_has_the_content_type_of_its_format(
+    registry: CollectorRegistry, accepted: str | None, encoding: str
+) -> None:
+    """A wrong or missing type ends a scrape of Prometheus 3 (prometheus/prometheus#9430, #3208, jmx_exporter#1084)."""
+    headers = {"Accept-Encoding": encoding} | ({} if accepted is None else {"Accept": accepted})
+    with served(registry) as server:
+        request = urllib.request.Request(f"http://127.0.0.1:{server.server_port}/metrics", headers=headers)
+        with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
+            content, kind = response.read(), response.headers["Content-Type"]
+            packed = response.headers["Content-Encoding"] == "gzip"
+    assert packed == (encoding == "gzip")
+    parsers: dict[str, Any] = {"application/openmetrics-text": openmetrics_families, "text/plain": text_families}
+    (family,) = parsers[kind.split(";")[0]]((gzip.decompress(content) if packed else content).decode())
+    assert [sample.value for sample in family.samples] == [42.0]
+    assert "version=" in kind
 
 
 def test_scrape_that_sends_single_bytes_ends_at_its_time_limit(registry: CollectorRegistry) -> None:

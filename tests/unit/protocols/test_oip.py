@@ -10,6 +10,7 @@ import grpc
 import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2
 
 from antiphon.oip import inference_pb2 as oip
 from antiphon.service.domain.limits import EngineLimits
@@ -169,6 +170,26 @@ async def test_bad_request_names_the_tensor_or_parameter(case: str) -> None:
     assert re.search(message, error.details() or ""), error.details()
 
 
+def long_named(length: int) -> dict[str, oip.ModelInferRequest]:
+    """Return requests that are refused for a name of this length, by the status of the refusal."""
+    name = "é" * length
+    unknown = infer_request({name: ("BYTES", (2,), [b"x"])})
+    shared, classified = text_request("x"), text_request("x")
+    shared.inputs[0].parameters[f"shared_memory_{name}"].int64_param = 5
+    classified.outputs.add(name=name).parameters["classification"].int64_param = 3
+    return {"INVALID_ARGUMENT": unknown, "UNIMPLEMENTED": shared, "UNIMPLEMENTED ": classified}
+
+
+@pytest.mark.parametrize("length", [200, 9000, 60_000])
+async def test_refusal_of_a_long_name_arrives_with_its_status(length: int) -> None:
+    """Trailers above 8 KiB made gRPC replace every status by RESOURCE_EXHAUSTED (grpc/grpc#37852)."""
+    async with serving() as served:
+        for status, request in long_named(length).items():
+            error = await refusal(oip_stub(served).ModelInfer(request))
+            assert error.code().name == status.strip(), error.details()
+            assert details_of(error).reason in ("INVALID_FIELD", "UNSUPPORTED")
+
+
 MALFORMED = {
     "cut length": b"\x05\x00",
     "cut text": b"\x05\x00\x00\x00abc",
@@ -229,6 +250,37 @@ async def test_readiness_and_liveness_equal_those_of_the_health_service() -> Non
     assert at_first == (True, True, True, True)
     assert leaving == (True, False, False, False)
     assert hanging == (False, False, False, False)
+
+
+async def test_health_service_lists_the_status_of_every_service() -> None:
+    """grpcio-health-checking declares List without implementing it (grpc/grpc#41991); it failed as INTERNAL."""
+    messages: Any = health_pb2  # its type stubs lack List
+    async with serving() as served:
+        health: Any = health_pb2_grpc.HealthStub(served.channel)
+        await served.probes.leave()
+        listed = (await health.List(messages.HealthListRequest())).statuses
+        checked = {name: (await health.Check(health_pb2.HealthCheckRequest(service=name))).status for name in listed}
+    assert {name: check.status for name, check in listed.items()} == checked
+    assert {"", "liveness", "inference.GRPCInferenceService", f"antiphon.v1.InferenceService/{MODEL_NAME}"} <= set(
+        listed
+    )
+    assert len(set(checked.values())) == 2
+
+
+async def test_reflection_answers_under_its_stable_name_as_under_the_old_one() -> None:
+    """grpcio-reflection has only v1alpha (grpc/grpc#38576), and newer tools ask for v1 alone."""
+    request = reflection_pb2.ServerReflectionRequest(list_services="")
+    answers = []
+    async with serving() as served:
+        for version in ("v1alpha", "v1"):
+            call: Any = served.channel.stream_stream(
+                f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
+                request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
+                response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
+            )
+            answers.append([answer async for answer in call(iter([request]))])
+    assert answers[0] == answers[1]
+    assert "antiphon.v1.InferenceService" in {named.name for named in answers[1][0].list_services_response.service}
 
 
 async def test_metadata_and_configuration_describe_the_input_and_output_tensors() -> None:

@@ -17,6 +17,10 @@ DOMAIN = "antiphon"
 
 _DETAILS_KEY = "grpc-status-details-bin"
 _ROUNDED_FROM_MS = 1000
+# Clients accept 8 KiB of trailers and turn more into a status of their own (grpc/grpc#37852). A message is there three
+# times: percent-encoded, which can triple it, and twice in the details, which are sent in base64.
+_MAX_MESSAGE_BYTES = 1024
+_MAX_FIELD_BYTES = 256
 
 Metadata = tuple[tuple[str, str | bytes], ...]
 
@@ -25,12 +29,13 @@ def status_of(error: AntiphonError) -> tuple[grpc.StatusCode, str, Metadata]:
     """Return status code, message and trailing metadata of a refusal.
 
     The metadata always holds google.rpc.Status with ErrorInfo. A bad field adds BadRequest. A full queue adds RetryInfo
-    and a retry pushback for the client (gRFC A6).
+    and a retry pushback for the client (gRFC A6). Long messages and field names, which can repeat a client's text, are
+    cut.
     """
-    code, message = grpc.StatusCode[error.status.name], str(error)
+    code, message = grpc.StatusCode[error.status.name], _cut(str(error), _MAX_MESSAGE_BYTES)
     if isinstance(error, QueueFull):
         return code, message, _metadata_of_full(code, message, error.reason, pushback_ms(error))
-    metadata: Metadata = ((_DETAILS_KEY, _packed(code, message, _details(error))),)
+    metadata: Metadata = ((_DETAILS_KEY, _packed(code, message, _details(error, message))),)
     if isinstance(error, Unauthenticated):
         metadata += (("www-authenticate", error.challenge),)
     return code, message, metadata
@@ -62,10 +67,17 @@ def _packed(code: grpc.StatusCode, message: str, details: Iterable[Message]) -> 
     return packed
 
 
-def _details(error: AntiphonError) -> list[Message]:
+def _cut(text: str, max_bytes: int) -> str:
+    """Return a text of at most max_bytes in UTF-8; a longer one ends with an ellipsis."""
+    encoded = text.encode()
+    return text if len(encoded) <= max_bytes else encoded[: max_bytes - 3].decode(errors="ignore") + "..."
+
+
+def _details(error: AntiphonError, message: str) -> list[Message]:
     details: list[Message] = [_info(error.reason)]
     if isinstance(error, InvalidArgument):
-        violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=str(error))
+        field = _cut(error.field, _MAX_FIELD_BYTES)
+        violation = error_details_pb2.BadRequest.FieldViolation(field=field, description=message)
         details.append(error_details_pb2.BadRequest(field_violations=[violation]))
     return details
 
