@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from antiphon.model.checkpoints.source_weights import SourceError
+from antiphon.model.checkpoints.source_weights import SourceError, SourceWeights
 from antiphon.model.config import Activation, ModelConfig
 from antiphon.model.text.format import TextFormat
 
@@ -103,6 +103,16 @@ def known_activation(value: str, name: str) -> Activation:
         known = ", ".join(sorted(_ACTIVATIONS))
         raise SourceError(f"config.json: {name} is {value!r}; supported are {known}")
     return _ACTIVATIONS[value]
+
+
+def is_tied(settings: Settings, weights: SourceWeights, embedding: str, output: str) -> bool:
+    """Return whether the output is the embedding, as the tensors show: they are equal, or there is only the embedding.
+
+    A missing output is a defect of the file if config.json says that it is a tensor of its own.
+    """
+    if output in weights:
+        return not weights.differ(embedding, output)
+    return setting(settings, "tie_word_embeddings", bool, default=True)
 
 
 def refuse_unless(settings: Settings, name: str, only: object, default: object) -> None:

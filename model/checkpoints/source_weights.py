@@ -151,6 +151,11 @@ class SourceWeights:
         for part, ours in module.named_parameters(recurse=False):
             self.fill(ours, *(f"{name}.{part}" for name in names))
 
+    def has_rows(self, name: str, ours: Tensor) -> bool:
+        """Return whether a tensor exists and has at least the rows of `ours`, with the same width."""
+        shape = self._read(name).shape if name in self else ()
+        return len(shape) == ours.ndim and shape[0] >= ours.shape[0] and shape[1:] == ours.shape[1:]
+
     def fill_start(self, ours: Tensor, name: str) -> None:
         """Copy the first rows of a tensor into `ours`; the tensor, a table of positions, can have more rows."""
         if name not in self._readers:
@@ -160,6 +165,8 @@ class SourceWeights:
         self._taken.add(name)
         if len(source) < len(ours) or source.shape[1:] != ours.shape[1:]:
             self._misshapen.append(f"{name} {list(source.shape)}, expected at least {list(ours.shape)}")
+            return
+        if source.is_meta:  # computed positions are not on the meta device
             return
         with torch.no_grad():
             ours.copy_(source[: len(ours)])

@@ -10,7 +10,6 @@ import tempfile
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
-from grpc_health.v1 import health
 from prometheus_client import CollectorRegistry
 
 from antiphon.client import AsyncClient, Generation, Options
@@ -24,6 +23,7 @@ from antiphon.model.importer.importer import EXPLAINED_PARAMETERS, ImportOptions
 from antiphon.model.importer.original import OriginalAnswer
 from antiphon.model.text.tokenizer import TokenizerError, open_tokenizer
 from antiphon.service.observability.telemetry import Telemetry
+from antiphon.service.rpc.calls.probes import HealthServicer
 from antiphon.service.rpc.v1.handlers import Calls
 from antiphon.service.rpc.v1.models import Models
 from antiphon.service.server.models.loading import StartupError, load
@@ -88,7 +88,7 @@ async def _serving(directory: Path, precision: Precision) -> AsyncIterator[Async
     models = Models()
     models.add(served)
     calls = Calls(models, Telemetry(shared.families), shared.pacing)
-    server = build_server(config, calls, health.aio.HealthServicer(), shared.pacing)
+    server = build_server(config, calls, HealthServicer(), shared.pacing)
     with tempfile.TemporaryDirectory() as folder:
         target = f"unix:{folder}/grpc"
         server.add_insecure_port(target)

@@ -206,7 +206,9 @@ def test_reported_weights_give_the_logits_of_the_original(case: str, tmp_path: P
     report = MODELS[case]
     folder = report.write(tmp_path / "theirs")
     ours, theirs = logits(opened(folder, tmp_path / "text"), report.original(folder))
-    torch.testing.assert_close(ours, theirs, atol=5e-5, rtol=1e-4)
+    banned = theirs.isneginf()
+    assert bool((ours[banned] < -1e3).all())
+    torch.testing.assert_close(ours[~banned], theirs[~banned], atol=5e-5, rtol=1e-4)
 
 
 def _quantised(weights: Weights) -> Weights:

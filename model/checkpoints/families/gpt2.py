@@ -7,7 +7,15 @@ from pathlib import Path
 from torch import nn
 
 from antiphon.model.checkpoints.families.family import Family
-from antiphon.model.checkpoints.settings import Settings, activation, describe, refuse_unless, setting, token_id
+from antiphon.model.checkpoints.settings import (
+    Settings,
+    activation,
+    describe,
+    is_tied,
+    refuse_unless,
+    setting,
+    token_id,
+)
 from antiphon.model.checkpoints.source_weights import SourceWeights
 from antiphon.model.checkpoints.text_formats import tokenizers_format
 from antiphon.model.config import ModelConfig
@@ -21,7 +29,7 @@ _EMBEDDING, _OUTPUT = "wte.weight", "lm_head.weight"
 def resolve(settings: Settings, weights: SourceWeights) -> Settings:
     """Return the settings with tie_word_embeddings as the tensors show."""
     weights.strip_prefix("transformer.")
-    return {**settings, "tie_word_embeddings": not weights.differ(_EMBEDDING, _OUTPUT)}
+    return {**settings, "tie_word_embeddings": is_tied(settings, weights, _EMBEDDING, _OUTPUT)}
 
 
 def configure(settings: Settings) -> ModelConfig:

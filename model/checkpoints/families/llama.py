@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from antiphon.model.checkpoints.families.family import Family
-from antiphon.model.checkpoints.settings import Settings, activation, describe, setting, token_id
+from antiphon.model.checkpoints.settings import Settings, activation, describe, is_tied, setting, token_id
 from antiphon.model.checkpoints.source_weights import SourceError, SourceWeights
 from antiphon.model.checkpoints.text_formats import tokenizers_format
 from antiphon.model.config import LinearScaling, Llama3Scaling, ModelConfig
@@ -32,7 +32,7 @@ def resolve(settings: Settings, weights: SourceWeights) -> Settings:
     """Return the settings with tie_word_embeddings and has_bias (any projection has a bias) as the tensors show."""
     weights.strip_prefix("model.")
     has_bias = any(name.endswith("_proj.bias") for name in weights.names)
-    return {**settings, "tie_word_embeddings": not weights.differ(_EMBEDDING, _OUTPUT), "has_bias": has_bias}
+    return {**settings, "tie_word_embeddings": is_tied(settings, weights, _EMBEDDING, _OUTPUT), "has_bias": has_bias}
 
 
 def configure(settings: Settings) -> ModelConfig:
@@ -101,8 +101,8 @@ def _longest(settings: Settings) -> int:
     """Return the maximum length; it is within the sliding window, where attention is the same as without a window."""
     longest = setting(settings, "max_position_embeddings", int, default=_DEFAULT_LEN)
     window = setting(settings, "sliding_window", int, default=longest)
-    is_used = setting(settings, "use_sliding_window", bool, default=True)
-    return min(longest, window if is_used else longest, _MAX_LEN)
+    kinds = settings.get("layer_types") or ["sliding_attention"]  # Mistral has no list: all its layers have the window
+    return min(longest, window if "sliding_attention" in kinds else longest, _MAX_LEN)
 
 
 def load(model: Transformer, weights: SourceWeights, settings: Settings) -> None:
@@ -110,7 +110,7 @@ def load(model: Transformer, weights: SourceWeights, settings: Settings) -> None
     decoder = model.decoder
     assert decoder is not None
     weights.strip_prefix("model.")
-    weights.ignore("layers.*.self_attn.rotary_emb.inv_freq")
+    weights.ignore("*rotary_emb.*")  # old files store rates, cosines and sines
     weights.fill_tied(decoder.embedding.weight, _EMBEDDING, *([_OUTPUT] if model.config.tie_output else []))
     if not model.config.tie_output:
         weights.fill(model.output.weight, _OUTPUT)

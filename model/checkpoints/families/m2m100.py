@@ -29,7 +29,8 @@ def text(folder: Path, settings: Settings, config: ModelConfig) -> TextFormat:
     forced = settings.get("forced_bos_token_id")
     if not (folder / "vocab.json").is_file():
         nllb = tokenizers_format(folder, languages=languages)
-        if "$source_language" not in nllb.template:
+        named = str(read_json(folder / "tokenizer_config.json").get("tokenizer_class"))
+        if named.startswith("Nllb") and "$source_language" not in nllb.template:
             nllb = tokenizers_format(folder, languages=languages, template=template)
         return with_default_languages(nllb, "eng_Latn", forced)
     found = sentencepiece_format(

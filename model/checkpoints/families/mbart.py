@@ -45,7 +45,7 @@ def text(folder: Path, settings: Settings, config: ModelConfig) -> TextFormat:
     is_50 = "50" in name
     if not name.startswith("MBart"):
         is_50 = found.template[0] == "$source_language" or forced in found.languages.values()
-    if "$source_language" not in found.template:
+    if name.startswith("MBart") and "$source_language" not in found.template:
         template = ("$source_language", "$text", "</s>") if is_50 else ("$text", "</s>", "$source_language")
         found = tokenizers_format(folder, languages=Languages(place="begin"), template=template)
     if is_50 and found.languages:

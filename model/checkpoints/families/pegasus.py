@@ -26,11 +26,11 @@ def configure(settings: Settings) -> ModelConfig:
 
 def text(folder: Path, _: Settings, __: ModelConfig) -> TextFormat:
     """Return the text format: text, end token."""
-    template = ("$text", "</s>")
     if (folder / "tokenizer.json").is_file() or not (folder / "spiece.model").is_file():
-        return tokenizers_format(folder, template=template)
+        return tokenizers_format(folder)
     names = ("<pad>", "</s>", "<mask_1>", "<mask_2>", *(f"<unk_{number}>" for number in range(2, _OFFSET - 2)))
     added = {name: index for index, name in enumerate(names)}
+    template = ("$text", "</s>")
     return sentencepiece_format(folder, "spiece.model", template=template, id_offset=_OFFSET, added_tokens=added)
 
 

@@ -9,8 +9,8 @@ from torch import nn
 
 from antiphon.model.checkpoints.families.architectures.encoder_decoder import OUTPUT, SHARED, special_ids
 from antiphon.model.checkpoints.families.family import Family
-from antiphon.model.checkpoints.settings import Settings, describe, known_activation, read_json, setting
-from antiphon.model.checkpoints.source_weights import SourceError, SourceWeights
+from antiphon.model.checkpoints.settings import Settings, activation, describe, is_tied, read_json, setting
+from antiphon.model.checkpoints.source_weights import SourceWeights
 from antiphon.model.checkpoints.text_formats import bytes_format, sentencepiece_format, tokenizers_format
 from antiphon.model.config import ModelConfig
 from antiphon.model.text.format import TextFormat
@@ -35,18 +35,15 @@ def resolve(settings: Settings, weights: SourceWeights) -> Settings:
     else:
         scales = False
     embedding = weights.first_of(SHARED, "decoder.embed_tokens.weight")
-    tied = not weights.differ(embedding, OUTPUT)
+    tied = is_tied(settings, weights, embedding, OUTPUT)
     return {**settings, "scale_decoder_outputs": scales, "tie_word_embeddings": tied}
 
 
 def configure(settings: Settings) -> ModelConfig:
-    """Return the shape: no scaling of scores and embeddings, and a separate setting for the head width."""
-    kind, _, name = setting(settings, "feed_forward_proj", str, default="relu").rpartition("-")
-    if kind not in ("", "gated"):
-        raise SourceError(
-            f"config.json: feed_forward_proj is {settings['feed_forward_proj']!r}; expected gated-NAME or NAME"
-        )
-    name = "gelu_new" if (kind, name) == ("gated", "gelu") else name
+    """Return the shape: no scaling of scores and embeddings, and a separate setting for the head width.
+
+    transformers divides feed_forward_proj, such as gated-gelu, into dense_act_fn and is_gated_act.
+    """
     layers = setting(settings, "num_layers", int)
     return describe(
         vocab_size=setting(settings, "vocab_size", int),
@@ -59,8 +56,8 @@ def configure(settings: Settings) -> ModelConfig:
         norm="rmsnorm",
         norm_placement="pre",
         norm_eps=setting(settings, "layer_norm_epsilon", float, default=1e-6),
-        activation=known_activation(name, "feed_forward_proj"),
-        gated=kind == "gated",
+        activation=activation(settings, "dense_act_fn"),
+        gated=setting(settings, "is_gated_act", bool),
         positions="t5_relative",
         relative_buckets=setting(settings, "relative_attention_num_buckets", int, default=32),
         relative_max_distance=setting(settings, "relative_attention_max_distance", int, default=128),
@@ -126,15 +123,14 @@ def text(folder: Path, settings: Settings, _: ModelConfig) -> TextFormat:
     described = read_json(folder / "tokenizer_config.json")
     if "ByT5" in str(described.get("tokenizer_class", settings.get("tokenizer_class", ""))):
         return bytes_format(folder)
-    template = ("$text", "</s>")
     if (folder / "tokenizer.json").is_file() or not (folder / "spiece.model").is_file():
-        return tokenizers_format(folder, template=template)
+        return tokenizers_format(folder)
     last = read_pieces(folder / "spiece.model").get_piece_size() + described.get("extra_ids", 100) - 1
     sentinels = {f"<extra_id_{index}>": last - index for index in range(described.get("extra_ids", 100))}
     return sentencepiece_format(
         folder,
         "spiece.model",
-        template=template,
+        template=("$text", "</s>"),
         added_tokens=sentinels,
         special_tokens=("<pad>", "</s>", "<unk>"),
     )

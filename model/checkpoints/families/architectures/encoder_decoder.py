@@ -12,6 +12,7 @@ from antiphon.model.checkpoints.settings import (
     Settings,
     activation,
     describe,
+    is_tied,
     refuse_unequal,
     setting,
     token_id,
@@ -23,6 +24,8 @@ from antiphon.model.transformer.transformer import Stack, Transformer
 
 SHARED = "shared.weight"
 OUTPUT = "lm_head.weight"
+# A bias of minus infinity suppresses a token. This one does too, and stays a number in every precision.
+_LEAST_BIAS = -1e4
 
 
 def resolve_ties(settings: Settings, weights: SourceWeights) -> Settings:
@@ -35,7 +38,7 @@ def resolve_ties(settings: Settings, weights: SourceWeights) -> Settings:
     return {
         **settings,
         "share_encoder_decoder_embeddings": not weights.differ(source, target),
-        "tie_word_embeddings": not weights.differ(target, OUTPUT),
+        "tie_word_embeddings": is_tied(settings, weights, target, OUTPUT),
     }
 
 
@@ -93,16 +96,20 @@ def load(model: Transformer, weights: SourceWeights, _: Settings) -> None:
         weights.fill(model.output.weight, OUTPUT)
     if config.output_bias and "final_logits_bias" in weights:
         weights.fill(model.output.bias[None], "final_logits_bias")
+        model.output.bias.data.clamp_(min=_LEAST_BIAS)
     weights.ignore("*coder.version")  # fairseq's version number in old files
     for name, stack in (("encoder", model.encoder), ("decoder", model.decoder)):
         _load_stack(stack, weights, name, config)
 
 
 def _load_stack(stack: Stack, weights: SourceWeights, name: str, config: ModelConfig) -> None:
-    if config.positions == "learned" and stack.positions.table is not None:
-        weights.fill_start(stack.positions.table, f"{name}.embed_positions.weight")
+    positions = f"{name}.embed_positions.weight"
+    assert stack.positions.table is not None
+    if config.positions == "learned" or weights.has_rows(positions, stack.positions.table):
+        # transformers reads stored sines and cosines, which are rounded in files of half precision.
+        weights.fill_start(stack.positions.table, positions)
     else:
-        weights.ignore(f"{name}.embed_positions.weight*")  # some files store the sines and cosines
+        weights.ignore(f"{positions}*")
     if config.embedding_norm:
         weights.fill_module(stack.embedding_norm, f"{name}.layernorm_embedding")
     if config.norm_placement == "pre":
