@@ -153,8 +153,10 @@ class SourceWeights:
 
     def has_rows(self, name: str, ours: Tensor) -> bool:
         """Return whether a tensor exists and has at least the rows of `ours`, with the same width."""
-        shape = self._read(name).shape if name in self else ()
-        return len(shape) == ours.ndim and shape[0] >= ours.shape[0] and shape[1:] == ours.shape[1:]
+        if name not in self:
+            return False
+        rows, *width = self._read(name).shape
+        return rows >= ours.shape[0] and width == list(ours.shape[1:])
 
     def fill_start(self, ours: Tensor, name: str) -> None:
         """Copy the first rows of a tensor into `ours`; the tensor, a table of positions, can have more rows."""

@@ -17,6 +17,7 @@ from antiphon.model.checkpoints.settings import in_one_line, read_json
 from antiphon.model.export.verification.verify import VerificationError
 from antiphon.model.importer.original import quiet_transformers
 from antiphon.model.text.format import TextFormat, TokenizerError
+from antiphon.model.text.segmenters import may_be_typed
 from antiphon.model.text.template import LanguageIds, fill
 from antiphon.model.text.tokenizer import Tokenizer
 
@@ -153,9 +154,9 @@ def _plain_ids(original: Any, sample: str, *, split_special_tokens: bool = True)
 
 
 def _special_texts(original: Any) -> Iterator[str]:
-    """Yield texts with special tokens that a user types, except the mask token."""
+    """Yield texts with special tokens that are ordinary text here: those that users are not meant to write."""
     for token in original.all_special_tokens[:8]:
-        if token != original.mask_token:
+        if token != original.mask_token and not may_be_typed(token):
             yield f"the {token} cat"
 
 
