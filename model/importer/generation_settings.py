@@ -143,6 +143,14 @@ def comparable_generation(
     )
 
 
+def sampling_settings(generation: Settings, defaults: GenerationDefaults) -> dict[str, Any]:
+    """Return the settings with which the checkpoint samples its tokens; empty if its answers are not random."""
+    if defaults.temperature is None:
+        return {}
+    names = ("temperature", "top_k", "top_p", "min_p", "typical_p")
+    return {"do_sample": True, **{name: generation[name] for name in names if name in generation}}
+
+
 def compared_tokens(defaults: GenerationDefaults, config: ModelConfig) -> int:
     """Return the maximum number of new tokens of an answer that is compared with the original's."""
     most = max(16, min(64, (defaults.min_new_tokens or 0) + 8))

@@ -32,6 +32,7 @@ from antiphon.model.importer.generation_settings import (
     comparable_generation,
     generation_defaults,
     resolved_generation,
+    sampling_settings,
     with_start_and_end,
 )
 from antiphon.model.importer.hub import find_checkpoint
@@ -357,6 +358,7 @@ def _compared(
             source.adapter,
             prompts=_prompts(source, tokenizer, text) if has_answers else (),
             generation=comparable_generation(source.generation, source.config, text, generation),
+            sampling=sampling_settings(source.generation, generation),
         )
         progress.update()
         model = load_model(source)

@@ -9,10 +9,11 @@ from __future__ import annotations
 import gc
 import itertools
 import logging
+import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ _HEAD_OUTPUTS: dict[Task, tuple[str, ...]] = {
 }
 # Scores closer than this are a tie: sums in another order differ by up to about 1e-4 of a logit.
 _TIE = 1e-3
+_NUM_FIRST = 20
 _CASES = (((1,), 3), ((14, 3, 9), 7), ((31, 30, 5, 17), 12))
 
 
@@ -95,11 +97,14 @@ class OriginalAnswer:
 
     rivals: token sequences that `generate` could have returned just as well, because their scores differ by less than
     float32 sums in another order do.
+    first_logprobs: log-probability of each token that a sampling checkpoint can choose first, the likeliest 20 of them;
+    empty for a checkpoint that does not sample.
     """
 
     prompt: Prompt
     ids: tuple[int, ...]
     rivals: tuple[tuple[int, ...], ...] = ()
+    first_logprobs: Mapping[int, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,10 +124,12 @@ def run_original(
     adapter: Adapter | None = None,
     prompts: Sequence[Prompt] = (),
     generation: Mapping[str, Any] | None = None,
+    sampling: Mapping[str, Any] | None = None,
 ) -> OriginalRun:
     """Run the original on batches, and generate answers to prompts.
 
     reference: a class of transformers. generation: settings of `generate`, which replace those of the checkpoint.
+    sampling: further settings with which the checkpoint samples; empty if it does not.
     Raises VerificationError with the error of transformers if the original cannot run.
     """
     try:
@@ -130,7 +137,7 @@ def run_original(
             warnings.simplefilter("ignore")
             original = _load_original(folder, reference, config, adapter)
             outputs = [_theirs(original, config, batch) for batch in batches]
-            answers = [_generated(original, config, prompt, generation or {}) for prompt in prompts]
+            answers = [_generated(original, config, prompt, generation or {}, sampling or {}) for prompt in prompts]
     except (VerificationError, ModuleNotFoundError):
         raise
     except Exception as error:  # transformers raises errors of many kinds for a checkpoint that it cannot run
@@ -162,18 +169,16 @@ def _load_original(folder: Path, reference: str, config: ModelConfig, adapter: A
     return original.eval()
 
 
-def _generated(original: Any, config: ModelConfig, prompt: Prompt, generation: Mapping[str, Any]) -> OriginalAnswer:
+def _generated(
+    original: Any,
+    config: ModelConfig,
+    prompt: Prompt,
+    generation: Mapping[str, Any],
+    sampling: Mapping[str, Any],
+) -> OriginalAnswer:
     """Return the answer of `generate`, with the rivals that a tie of scores makes possible."""
-    import transformers
-
-    make: Any = transformers.GenerationConfig
-    settings = make(**generation, output_scores=True, return_dict_in_generate=True)
-    original.generation_config = make()  # all settings are in `generation`
     width = generation.get("num_beams") or 1
-    source = torch.tensor([prompt.ids])
-    found = original.generate(
-        source, attention_mask=torch.ones_like(source), generation_config=settings, num_return_sequences=width
-    )
+    found = _generate(original, prompt, **generation, num_return_sequences=width)
     num_given = 1 if config.architecture == "encoder-decoder" else len(prompt.ids)
     ends = {*_listed(generation["eos_token_id"])}
     answers = [
@@ -185,7 +190,27 @@ def _generated(original: Any, config: ModelConfig, prompt: Prompt, generation: M
         rivals = [ids for ids, score in zip(answers, scores, strict=True) if scores[0] - score < _TIE]
     else:
         rivals = _rivals(answers[0], found.scores)
-    return OriginalAnswer(prompt=prompt, ids=answers[0], rivals=tuple(rivals))
+    first: dict[int, float] = {}
+    if sampling:
+        logprobs = _generate(original, prompt, **{**generation, **sampling, "max_new_tokens": 1}).scores[0][0]
+        likeliest = logprobs.log_softmax(dim=-1).topk(min(_NUM_FIRST, len(logprobs)))
+        pairs = zip(likeliest.indices.tolist(), likeliest.values.tolist(), strict=True)
+        first = {token_id: logprob for token_id, logprob in pairs if logprob > -math.inf}
+    return OriginalAnswer(prompt=prompt, ids=answers[0], rivals=tuple(rivals), first_logprobs=first)
+
+
+def _generate(original: Any, prompt: Prompt, **settings: Any) -> Any:
+    """Return the output of `generate` with these settings alone."""
+    import transformers
+
+    make: Any = transformers.GenerationConfig
+    original.generation_config = make()
+    source = torch.tensor([prompt.ids])
+    return original.generate(
+        source,
+        attention_mask=torch.ones_like(source),
+        generation_config=make(**settings, output_scores=True, return_dict_in_generate=True),
+    )
 
 
 def _rivals(answer: tuple[int, ...], scores: Sequence[Tensor]) -> list[tuple[int, ...]]:

@@ -56,10 +56,13 @@ def open_original_tokenizer(folder: Path) -> Any:
     if not has_files and "ByT5" not in str(read_json(folder / "tokenizer_config.json").get("tokenizer_class")):
         # transformers would create an empty tokenizer without an error.
         raise TokenizerError(f"{folder} has no tokenizer: neither {_FILE} nor {', '.join(OLDER_FILES)}")
+    settings = read_json(folder / "tokenizer_config.json").get("sp_model_kwargs") or {}
+    # Sampling of SentencePiece's segmentations, like dropout, is a technique of training.
+    calm = {"sp_model_kwargs": {**settings, "enable_sampling": False}} if settings.get("enable_sampling") else {}
     try:
         with warnings.catch_warnings(), quiet_transformers():
             warnings.simplefilter("ignore")
-            return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **calm)
     except Exception as error:  # errors of the libraries below transformers share no base class
         raise TokenizerError(f"{folder}: transformers cannot open the tokenizer: {in_one_line(error)}") from None
 

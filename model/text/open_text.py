@@ -62,6 +62,8 @@ def open_backend(described: dict[str, Any], text: TextFormat, path: Path) -> Voc
     """Open the object of a tokenizer.json, which this function changes. Raises TokenizerError naming the path."""
     special = set(text.special_ids)
     try:
+        if "dropout" in described.get("model", {}):  # a technique of training: one text would have many tokenisations
+            described["model"]["dropout"] = None
         for token in described.get("added_tokens", ()):
             if token["special"]:
                 special.add(token["id"])

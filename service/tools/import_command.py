@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import math
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Sequence
@@ -12,7 +13,7 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
-from antiphon.client import AsyncClient, Generation, Options
+from antiphon.client import AsyncClient, Generation, NextToken, Options
 from antiphon.model.bundle.manifest import BundleError, Precision, load_bundle
 from antiphon.model.checkpoints.source_weights import SourceError
 from antiphon.model.export.export import ALL_PRECISIONS, CACHE_TYPES, ExportError, chosen_precisions
@@ -30,6 +31,9 @@ from antiphon.service.server.models.loading import StartupError, load
 from antiphon.service.server.models.model_settings import ModelSettings
 from antiphon.service.server.parts import build_server, shared_parts
 from antiphon.service.server.settings import ServerConfig
+
+# A token at the limit of a filter can be kept on one side only, which changes the others by its share.
+_MAX_LOGPROB_ERROR = 0.02
 
 
 def check_served(directory: Path, expected: Sequence[OriginalAnswer]) -> None:
@@ -61,6 +65,10 @@ async def _compare_answers(directory: Path, precision: Precision, expected: Sequ
         for answer in expected:
             served = await client.generate_text(answer.prompt.text, options)
             _compare_answer(answer, served)
+            if answer.first_logprobs:
+                _compare_first(
+                    answer, await client.next_token(answer.prompt.text, num_tokens=len(answer.first_logprobs))
+                )
             if manifest.model.architecture == "encoder-decoder" and served.text != tokenizer.decode(served.token_ids):
                 raise VerificationError(f"the text {served.text!r} is not that of the tokens {served.token_ids}")
     if expected:
@@ -75,6 +83,18 @@ def _compare_answer(answer: OriginalAnswer, served: Generation) -> None:
             f"the imported model answers {answer.prompt.text!r} with the tokens {list(served.token_ids)}, and "
             f"`generate` of transformers with {list(answer.ids)}; --no-verify skips the comparison"
         )
+
+
+def _compare_first(answer: OriginalAnswer, served: NextToken) -> None:
+    """Raise VerificationError unless the first token is sampled from the original's distribution."""
+    logprobs = dict(zip(served.token_ids, served.stages[-1].logprobs, strict=True))
+    for token_id, expected in answer.first_logprobs.items():
+        logprob = logprobs.get(token_id, -math.inf)
+        if not abs(logprob - expected) < _MAX_LOGPROB_ERROR:
+            raise VerificationError(
+                f"after {answer.prompt.text!r} token {token_id} has the log-probability {expected:.3f} in transformers "
+                f"and {logprob:.3f} here; --no-verify skips the comparison"
+            )
 
 
 @contextlib.asynccontextmanager

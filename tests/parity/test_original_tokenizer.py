@@ -9,14 +9,16 @@ from typing import Any
 
 import pytest
 import sentencepiece
+import transformers
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from antiphon.model.checkpoints.families.family import family_of
+from antiphon.model.checkpoints.text_formats import tokenizers_format
 from antiphon.model.config import ModelConfig
 from antiphon.model.importer.original_tokenizer import open_original_tokenizer, write_tokenizer
 from antiphon.model.text.format import NoTokenizersFile, TokenizerError
 from antiphon.model.text.tokenizer import open_tokenizer
-from tests.parity.tokenizer_checkpoints import TEXTS, pieces
+from tests.parity.tokenizer_checkpoints import KINDS, TEXTS, pieces
 
 AWKWARD = ["", "the cat's  mat", "Größe über naïve café", "hello, WORLD!?", "der Hund läuft 🙂"]
 
@@ -84,3 +86,26 @@ def test_folder_without_any_tokenizer_is_refused(tmp_path: Path) -> None:
     describe(tmp_path, "bert")
     with pytest.raises(TokenizerError, match=r"tokenizer\.json"):
         open_original_tokenizer(tmp_path)
+
+
+def test_dropout_of_a_bundle_is_off(tmp_path: Path) -> None:
+    """A text had 20 tokenisations in 20 calls."""
+    KINDS["GPT-2"].build(tmp_path).save_pretrained(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    described = json.loads(path.read_text())
+    described["model"]["dropout"] = 0.9
+    path.write_text(json.dumps(described))
+    tokenizer = open_tokenizer(tmp_path, tokenizers_format(tmp_path))
+    assert len({tuple(tokenizer.encode(TEXTS[0])) for _ in range(20)}) == 1
+
+
+def test_sampled_segmentation_of_the_original_is_off(tmp_path: Path) -> None:
+    KINDS["Marian"].build(tmp_path).save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "marian"}))
+    path = tmp_path / "tokenizer_config.json"
+    sampled = {"sp_model_kwargs": {"enable_sampling": True, "nbest_size": -1, "alpha": 0.1}}
+    path.write_text(json.dumps({**json.loads(path.read_text()), **sampled}))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert len({tuple(theirs(TEXTS[0]).input_ids) for _ in range(20)}) > 1
+    calm = open_original_tokenizer(tmp_path)
+    assert len({tuple(calm(TEXTS[0]).input_ids) for _ in range(20)}) == 1
