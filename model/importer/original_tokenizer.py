@@ -119,7 +119,12 @@ def compare_texts(original: Any, tokenizer: Tokenizer, text: TextFormat, num_row
     """
     defaults = (text.default_source_language, text.default_target_language)
     languages = LanguageIds(*(None if code is None else text.languages[code] for code in defaults))
-    for sample in (*TEXTS, *_special_texts(original)):
+    special = list(_special_texts(original))
+    if any(
+        _plain_ids(original, sample, split_special_tokens=False) != _plain_ids(original, sample) for sample in special
+    ):
+        notes.append("special tokens that a user types are ordinary text")
+    for sample in (*TEXTS, *special):
         ids = tokenizer.encode(sample)
         expected = _plain_ids(original, sample)
         if max(expected, default=0) >= num_rows:
