@@ -119,16 +119,17 @@ def compare_texts(original: Any, tokenizer: Tokenizer, text: TextFormat, num_row
     """
     defaults = (text.default_source_language, text.default_target_language)
     languages = LanguageIds(*(None if code is None else text.languages[code] for code in defaults))
-    special = list(_special_texts(original))
-    if any(
-        _plain_ids(original, sample, split_special_tokens=False) != _plain_ids(original, sample) for sample in special
-    ):
+    special_ids, special = {*text.special_ids}, list(_special_texts(original))
+    as_words = [_plain_ids(original, sample) for sample in special]
+    if as_words != [_plain_ids(original, sample, split_special_tokens=False) for sample in special]:
         notes.append("special tokens that a user types are ordinary text")
     for sample in (*TEXTS, *special):
         ids = tokenizer.encode(sample)
         expected = _plain_ids(original, sample)
         if max(expected, default=0) >= num_rows:
             continue  # the original fails here
+        if sample in special and not special_ids.intersection(ids):
+            continue  # some vocabularies have a special token as a piece of text too
         if ids != expected:
             raise VerificationError(_difference(sample, ids, expected, "text has the ids"))
         filled, whole = list(fill(text, ids, None, languages)[0]), original(sample).input_ids

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from antiphon.model.checkpoints.families import deberta
 from antiphon.model.checkpoints.families.architectures import encoder_only
 from antiphon.model.checkpoints.families.family import Family
 from antiphon.model.checkpoints.settings import Settings, refuse_unless, setting
 from antiphon.model.checkpoints.source_weights import SourceWeights
-from antiphon.model.checkpoints.text_formats import sentencepiece_format
 from antiphon.model.config import ModelConfig
-from antiphon.model.text.format import TextFormat
 from antiphon.model.transformer.layers import SelfAttention
 from antiphon.model.transformer.transformer import Transformer
-
-_PIECES = "spm.model"
 
 
 def configure(settings: Settings) -> ModelConfig:
@@ -48,25 +42,12 @@ def _load_attention(attention: SelfAttention, weights: SourceWeights, prefix: st
         weights.fill_module(attention.relative.query, f"{theirs}.pos_query_proj")
 
 
-def text(folder: Path, _: Settings, config: ModelConfig) -> TextFormat:
-    """Return the text format of tokenizer.json, or of the SentencePiece model; most have only the latter."""
-    if (folder / "tokenizer.json").is_file() or not (folder / _PIECES).is_file():
-        return encoder_only.text(folder, config, "[MASK]")
-    return sentencepiece_format(
-        folder,
-        _PIECES,
-        template=("[CLS]", "$text", "[SEP]"),
-        pair_template=("[CLS]", "$text", "[SEP]", "$pair", "[SEP]"),
-        special_tokens=("[MASK]",),
-    )
-
-
 FAMILY = Family(
     name="DeBERTa v2",
     model_types=("deberta-v2",),
     configure=configure,
     resolve=deberta.resolve,
     load=load,
-    text=text,
+    text=lambda folder, settings, config: encoder_only.text(folder, config, "[MASK]"),
     reference="AutoModel",
 )

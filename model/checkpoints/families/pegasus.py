@@ -7,7 +7,7 @@ from pathlib import Path
 from antiphon.model.checkpoints.families.architectures import encoder_decoder
 from antiphon.model.checkpoints.families.family import Family
 from antiphon.model.checkpoints.settings import Settings
-from antiphon.model.checkpoints.text_formats import sentencepiece_format, tokenizers_format
+from antiphon.model.checkpoints.text_formats import tokenizers_format
 from antiphon.model.config import ModelConfig
 from antiphon.model.text.format import TextFormat
 
@@ -25,13 +25,8 @@ def configure(settings: Settings) -> ModelConfig:
 
 
 def text(folder: Path, _: Settings, __: ModelConfig) -> TextFormat:
-    """Return the text format: text, end token."""
-    if (folder / "tokenizer.json").is_file() or not (folder / "spiece.model").is_file():
-        return tokenizers_format(folder)
-    names = ("<pad>", "</s>", "<mask_1>", "<mask_2>", *(f"<unk_{number}>" for number in range(2, _OFFSET - 2)))
-    added = {name: index for index, name in enumerate(names)}
-    template = ("$text", "</s>")
-    return sentencepiece_format(folder, "spiece.model", template=template, id_offset=_OFFSET, added_tokens=added)
+    """Return the text format of tokenizer.json: text, end token."""
+    return tokenizers_format(folder)
 
 
 FAMILY = Family(

@@ -11,10 +11,9 @@ from antiphon.model.checkpoints.families.architectures.encoder_decoder import OU
 from antiphon.model.checkpoints.families.family import Family
 from antiphon.model.checkpoints.settings import Settings, activation, describe, is_tied, read_json, setting
 from antiphon.model.checkpoints.source_weights import SourceWeights
-from antiphon.model.checkpoints.text_formats import bytes_format, sentencepiece_format, tokenizers_format
+from antiphon.model.checkpoints.text_formats import bytes_format, tokenizers_format
 from antiphon.model.config import ModelConfig
 from antiphon.model.text.format import TextFormat
-from antiphon.model.text.open_text import read_pieces
 from antiphon.model.transformer.layers import DecoderLayer, EncoderLayer
 from antiphon.model.transformer.transformer import Stack, Transformer
 
@@ -119,21 +118,11 @@ def _load_layer(layer: EncoderLayer | DecoderLayer, weights: SourceWeights, name
 
 
 def text(folder: Path, settings: Settings, _: ModelConfig) -> TextFormat:
-    """Return the text format: text, end token. ByT5's tokens are bytes, after padding, end and unknown token."""
+    """Return the text format of tokenizer.json. ByT5's tokens are bytes, after padding, end and unknown token."""
     described = read_json(folder / "tokenizer_config.json")
     if "ByT5" in str(described.get("tokenizer_class", settings.get("tokenizer_class", ""))):
         return bytes_format(folder)
-    if (folder / "tokenizer.json").is_file() or not (folder / "spiece.model").is_file():
-        return tokenizers_format(folder)
-    last = read_pieces(folder / "spiece.model").get_piece_size() + described.get("extra_ids", 100) - 1
-    sentinels = {f"<extra_id_{index}>": last - index for index in range(described.get("extra_ids", 100))}
-    return sentencepiece_format(
-        folder,
-        "spiece.model",
-        template=("$text", "</s>"),
-        added_tokens=sentinels,
-        special_tokens=("<pad>", "</s>", "<unk>"),
-    )
+    return tokenizers_format(folder)
 
 
 FAMILY = Family(
