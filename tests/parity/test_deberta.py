@@ -18,6 +18,7 @@ from antiphon.model.checkpoints.families import deberta_v2
 from antiphon.model.checkpoints.source_weights import SourceError
 from antiphon.model.config import Disentangled
 from antiphon.model.importer.importer import ImportOptions, import_checkpoint
+from antiphon.model.importer.original_tokenizer import open_original_tokenizer, write_tokenizer
 from antiphon.model.ops.disentangled import table_rows
 from antiphon.model.text.template import fill
 from antiphon.model.text.tokenizer import open_tokenizer
@@ -145,10 +146,12 @@ def test_texts_are_tokenised_as_by_transformers_when_only_a_sentencepiece_model_
     tokens = {name.replace("piece", "token"): token for name, token in special.items()}
     described = {**tokens, "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(described))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "deberta-v2"}))
     theirs = transformers.DebertaV2Tokenizer.from_pretrained(tmp_path)
-    format_ = deberta_v2.text(tmp_path, {}, small_config())
+    write_tokenizer(open_original_tokenizer(tmp_path), tmp_path / "ours", len(theirs), [])
+    format_ = deberta_v2.FAMILY.text(tmp_path / "ours", {}, small_config())
     assert format_.mask_id == theirs.mask_token_id
-    tokenizer = open_tokenizer(tmp_path, format_)
+    tokenizer = open_tokenizer(tmp_path / "ours", format_)
     for text in ("the small cat", "a big  dog", "A [MASK] ran", "", "dog\u00e9 7"):
         assert list(fill(format_, tokenizer.encode_source(text).ids)[0]) == theirs(text).input_ids
 
