@@ -10,7 +10,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from antiphon.model.head_config import HeadConfig
+from antiphon.model.head_config import EmbeddingConfig, HeadConfig
 
 Architecture = Literal["encoder-decoder", "encoder", "decoder"]
 Part = Literal["encoder", "decoder"]
@@ -152,6 +152,7 @@ class ModelConfig(BaseModel):
     activation_dropout: bool = Field(default=False, description="Dropout also inside the feed-forward.")
     disentangled: Disentangled | None = Field(default=None, description="Disentangled attention (DeBERTa).")
     heads: tuple[HeadConfig, ...] = Field(default=(), description="Heads of an encoder-only model.")
+    embedding: EmbeddingConfig | None = Field(default=None, description="Declared vector of a text, for Embed.")
     pad_id: int = Field(default=0, ge=0)
     bos_id: int = Field(default=1, ge=0, description="First decoder input.")
     eos_id: int = Field(default=2, ge=0)
@@ -187,10 +188,13 @@ class ModelConfig(BaseModel):
 
     @model_validator(mode="after")
     def _check_encoder(self) -> Self:
-        for name in ("token_types", "embedding_width", "share_layers", "disentangled"):
+        for name in ("token_types", "embedding_width", "share_layers", "disentangled", "embedding"):
             if getattr(self, name) and self.architecture != "encoder":
                 raise ValueError(f"{name}={getattr(self, name)} does not fit architecture={self.architecture!r}")
         for head in self.heads:
+            width = self.head_input_width(head)
+            if head.task == "embed" and width != self.d_model * len(self.embedding.poolings if self.embedding else ()):
+                raise ValueError(f"heads: embed reads {width} numbers, which is not the width of embedding.poolings")
             width = head.transform_width or self.d_model
             if head.tied and width != self.resolved_embedding_width:
                 raise ValueError(
@@ -238,6 +242,10 @@ class ModelConfig(BaseModel):
         if self.positions not in ("sinusoidal", "learned") and self.positions_offset:
             raise ValueError(f"positions_offset={self.positions_offset} does not fit positions={self.positions!r}")
         return self
+
+    def head_input_width(self, head: HeadConfig) -> int:
+        """Return the number of inputs of a head."""
+        return head.input_width or self.d_model
 
     @property
     def resolved_head_dim(self) -> int:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from antiphon.model.head_config import HeadConfig
+from antiphon.model.head_config import EmbeddingConfig, HeadConfig
 from antiphon.model.head_config import Task as HeadTask
 from antiphon.model.ops.cache_geometry import blocks_for, blocks_of_longest
 from antiphon.model.ops.sampling import SamplingArrays, sample
@@ -95,6 +95,7 @@ class FakeRunner:
         self.has_encoder = has_encoder
         self.has_decoder = has_decoder
         self.heads: Mapping[HeadTask, HeadConfig] = heads or {}
+        self.embedding: EmbeddingConfig | None = None
         self.reads_history = reads_history
         self.begin_id = BOS_ID
         self.before_encode: Callable[[Sequence[Sequence[int]]], None] = lambda sources: None

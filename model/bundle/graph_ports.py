@@ -63,17 +63,16 @@ def encoder_outputs(config: ModelConfig, lowering: Lowering, precision: Precisio
     return [memory] if config.architecture == "encoder" else [_ints("written", 1), memory]
 
 
-def head_inputs(config: ModelConfig, precision: Precision = "float32") -> list[Port]:
-    """Return the inputs of a head's graph: states of the tokens that its task uses."""
-    return [_elements(precision, "hidden", "states", config.d_model)]
+def head_inputs(config: ModelConfig, head: HeadConfig, precision: Precision = "float32") -> list[Port]:
+    """Return the inputs of a head's graph: states of the tokens that its task uses, for embed pooled states."""
+    return [_elements(precision, "hidden", "states", config.head_input_width(head))]
 
 
 def head_outputs(
     config: ModelConfig, head: HeadConfig, lowering: Lowering = "native", precision: Precision = "float32"
 ) -> list[Port]:
     """Return the outputs of a head's graph; in a cuda graph their number is rounded up to 16."""
-    widths = {"fill_mask": config.vocab_size, "pool": head.transform_width or config.d_model}
-    width = widths.get(head.task, len(head.labels))
+    width = config.vocab_size if head.task == "fill_mask" else len(head.labels) or head.transform_width or 0
     return [_elements(precision, "outputs", "states", padded_width(width) if lowering == "cuda" else width)]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -113,6 +113,19 @@ def is_tied(settings: Settings, weights: SourceWeights, embedding: str, output: 
     if output in weights:
         return not weights.differ(embedding, output)
     return setting(settings, "tie_word_embeddings", bool, default=True)
+
+
+def refuse_head(settings: Settings, heads: Iterable[str]) -> None:
+    """Raise SourceError if config.json names a class with a head, such as BartForQuestionAnswering, but none of these.
+
+    heads: ends of class names. Names without "For" and "Head" and files without a class pass.
+    """
+    architecture = str((settings.get("architectures") or [""])[0])
+    if ("For" in architecture or "Head" in architecture) and not architecture.endswith(tuple(heads)):
+        raise SourceError(
+            f"config.json: architectures names {architecture}, whose head is not supported; supported are "
+            f"{', '.join(heads)}, and models without a head"
+        )
 
 
 def refuse_unless(settings: Settings, name: str, only: object, default: object) -> None:

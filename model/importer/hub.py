@@ -12,6 +12,8 @@ from antiphon.model.checkpoints.source_weights import SourceError
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _TEXT_FILES = ("*.json", "*.txt", "*.spm", "*.model", "*.bpe", "README.md")
+# Weights of a dense layer of sentence-transformers; "*.json" matches the files of subdirectories too.
+_DENSE_FILES = ("*_Dense/model.safetensors", "*_Dense/pytorch_model.bin")
 _WEIGHTS = {
     "safetensors": ("model.safetensors", "model-*.safetensors"),
     "bin": ("pytorch_model*.bin",),
@@ -39,7 +41,7 @@ def _download(name: str, revision: str | None) -> Path:
 
     revised = f" at revision {revision}" if revision else ""
     try:
-        patterns = [*_TEXT_FILES, *_WEIGHTS[_kind_of_weights(_files_of(name, revision))]]
+        patterns = [*_TEXT_FILES, *_DENSE_FILES, *_WEIGHTS[_kind_of_weights(_files_of(name, revision))]]
         return Path(huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=patterns))
     except errors.GatedRepoError:
         raise SourceError(

@@ -23,11 +23,13 @@ from antiphon.model.checkpoints.adapters.adapter import Adapter, open_adapter
 from antiphon.model.checkpoints.adapters.lora_config import CONFIG_NAME
 from antiphon.model.checkpoints.checkpoint import Checkpoint
 from antiphon.model.checkpoints.families.family import Family, Settings, family_in
+from antiphon.model.checkpoints.sentence_transformers import load_dense, lower_first, with_declared_parts
 from antiphon.model.checkpoints.settings import describe, with_class_defaults
 from antiphon.model.checkpoints.source_weights import SourceError, SourceWeights
 from antiphon.model.config import ModelConfig
 from antiphon.model.export.export import PRECISIONS, check_target, export_bundle
 from antiphon.model.importer.adapted_head import with_trained_head
+from antiphon.model.importer.compare_pipeline import PipelineAnswer, compare_pipeline, run_pipeline
 from antiphon.model.importer.generation_settings import (
     comparable_generation,
     generation_defaults,
@@ -181,7 +183,7 @@ def _convert(source: _Source, options: ImportOptions, text_folder: Path) -> _Con
     if compares and original is not None:
         compare_texts(original, tokenizer, text, source.num_rows, source.notes)
     generation = generation_defaults(source.generation, source.config, text, source.notes)
-    model, answers = _compared(source, tokenizer, text, generation) if compares else (load_model(source), [])
+    model, answers = _compared(source, original, tokenizer, text, generation) if compares else (load_model(source), [])
     checkpoint = Checkpoint(
         config=source.config,
         model=model,
@@ -206,7 +208,9 @@ def _original_tokenizer(source: _Source) -> Any:
     Raises TokenizerError if we cannot open them either.
     """
     try:
-        return open_original_tokenizer(source.folder)
+        original = open_original_tokenizer(source.folder)
+        lower_first(original, source.folder)
+        return original
     except TokenizerError as error:
         try:
             source.family.text(source.folder, source.settings, source.config)
@@ -276,9 +280,12 @@ def _inspect(options: ImportOptions) -> _Source:
     with _open_weights(folder, family, adapter) as weights:
         settings = family.resolve(settings, weights)
     config = _limited(family.configure(settings), options)
+    config = with_declared_parts(config, folder, notes, keeps_len=options.max_source_len is not None)
     with _open_weights(folder, family, adapter, on_meta=True) as shapes, torch.device("meta"):
-        family.load(Transformer(config), shapes, settings)
+        model = Transformer(config)
+        family.load(model, shapes, settings)
         shapes.check(family.name)
+        load_dense(model, folder, on_meta=True)
     return _Source(
         folder=folder,
         settings=settings,
@@ -340,11 +347,11 @@ def _limited(config: ModelConfig, options: ImportOptions) -> ModelConfig:
 
 
 def _compared(
-    source: _Source, tokenizer: Tokenizer, text: TextFormat, generation: GenerationDefaults
+    source: _Source, original: Any, tokenizer: Tokenizer, text: TextFormat, generation: GenerationDefaults
 ) -> tuple[Transformer, list[OriginalAnswer]]:
     """Return the model after a comparison with the original, and answers of the original.
 
-    The original's memory is freed before our model is loaded.
+    original: its tokenizer; None: texts are not compared. The original's memory is freed before our model is loaded.
     """
     batches = random_batches(source.config)
     reference = _reference(source)
@@ -360,9 +367,13 @@ def _compared(
             generation=comparable_generation(source.generation, source.config, text, generation),
             sampling=sampling_settings(source.generation, generation),
         )
+        read: list[PipelineAnswer] = []
+        if source.config.architecture == "encoder" and original is not None:
+            read = run_pipeline(original, source.folder, reference, source.config, source.adapter)
         progress.update()
         model = load_model(source)
         errors = compare_with_original(model, batches, expected.outputs)
+        compare_pipeline(model, tokenizer, text, read)
         progress.update()
     shown = ", ".join(f"{name} {error:.1e}" for name, error in errors.items())
     tokens = sum(int(batch.lens.sum()) for batch in batches)
@@ -399,6 +410,7 @@ def load_model(source: _Source) -> Transformer:
     with source.open_weights() as weights:
         source.family.load(model, weights, source.settings)
         weights.check(source.family.name)
+    load_dense(model, source.folder)
     for name, parameter in model.named_parameters():
         if not torch.isfinite(parameter.sum()):
             raise SourceError(f"the tensors for {name} have values that are not finite numbers")

@@ -36,6 +36,7 @@ _HEAD_OUTPUTS: dict[Task, tuple[str, ...]] = {
     "tag": ("logits",),
     "next_sentence": ("seq_relationship_logits", "sop_logits", "logits"),
     "pool": ("pooler_output",),
+    "embed": (),  # not a part of transformers; see compare_pipeline.py
 }
 # Scores closer than this are a tie: sums in another order differ by up to about 1e-4 of a logit.
 _TIE = 1e-3
@@ -135,7 +136,7 @@ def run_original(
     try:
         with quiet_transformers(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            original = _load_original(folder, reference, config, adapter)
+            original = load_original(folder, reference, config, adapter)
             outputs = [_theirs(original, config, batch) for batch in batches]
             answers = [_generated(original, config, prompt, generation or {}, sampling or {}) for prompt in prompts]
     except (VerificationError, ModuleNotFoundError):
@@ -150,7 +151,8 @@ def run_original(
     return OriginalRun(outputs=outputs, answers=answers)
 
 
-def _load_original(folder: Path, reference: str, config: ModelConfig, adapter: Adapter | None) -> Any:
+def load_original(folder: Path, reference: str, config: ModelConfig, adapter: Adapter | None) -> Any:
+    """Return the original as a class of transformers, with the adapter, in evaluation mode."""
     import transformers
 
     # An adapter's head can have other labels than the checkpoint's.
@@ -273,6 +275,8 @@ def _ours(model: Transformer, batch: Batch) -> dict[str, Tensor]:
     memory = model.encode(batch.source, batch.lens, batch.types)
     outputs = {"encoder states": memory[batch.mask]}
     for head in model.config.heads:
+        if head.task == "embed":
+            continue
         first = head.task in FIRST_TOKEN_TASKS
         outputs[head.task] = model.read_out(head.task, memory[:, 0] if first else memory[batch.mask])
     if model.config.architecture == "encoder-decoder":

@@ -2,7 +2,7 @@
 
 A head gets only the states of the tokens that its task uses; the caller selects them.
 
-Axes: K states, M model width, O outputs (labels, or the vocabulary for fill_mask).
+Axes: K states, M model width (for embed that of all poolings), O outputs (labels, or the vocabulary for fill_mask).
 """
 
 from __future__ import annotations
@@ -22,12 +22,15 @@ class Head(nn.Module):
         super().__init__()
         self.config = head
         width = head.transform_width or config.d_model
-        self.transform = nn.Linear(config.d_model, width) if head.transform_width is not None else None
+        self.transform: nn.Linear | None = None
+        if head.transform_width is not None:
+            inputs = config.head_input_width(head)
+            self.transform = nn.Linear(inputs, width, bias=head.bias or head.task != "embed")
         self.activation = ACTIVATIONS[head.activation]
         self.norm = nn.LayerNorm(width, eps=config.norm_eps) if head.norm else None
         self.dropout = Dropout(config.dropout if head.labels else 0.0)
         self.output: nn.Linear | None = None
-        if head.task != "pool":
+        if head.task not in ("pool", "embed"):
             outputs = config.vocab_size if head.task == "fill_mask" else len(head.labels)
             self.output = nn.Linear(width, outputs, bias=head.bias)
             if head.tied:
@@ -42,6 +45,6 @@ class Head(nn.Module):
         return self.dropout(hidden)  # type: ignore[no-any-return]
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return the outputs [K, O] for hidden [K, M]; for pool the output of the transform."""
+        """Return the outputs [K, O] for hidden [K, M]; for pool and embed the output of the transform."""
         hidden = self.transformed(hidden)
         return hidden if self.output is None else self.output(hidden)

@@ -69,6 +69,7 @@ class Pooling(enum.Enum):
     MAX = "max"
     FIRST = "first"
     MODEL = "model"  # the model's own pooling head
+    DECLARED = "declared"  # ModelConfig.embedding
     NONE = "none"  # the whole encoder output
 
 

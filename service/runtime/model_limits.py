@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from antiphon.model.bundle.manifest import GraphSet
 from antiphon.model.config import ModelConfig
-from antiphon.model.head_config import HeadConfig
+from antiphon.model.head_config import EmbeddingConfig, HeadConfig
 from antiphon.model.head_config import Task as HeadTask
 from antiphon.model.ops.cache_geometry import BLOCK_SIZE
 from antiphon.service.runtime.runner import DecodeBatch, Samples
@@ -38,6 +38,7 @@ class DecodingModel(_ModelLimits):
     """Facts of an encoder-decoder or a decoder-only model. It has no heads."""
 
     has_decoder = True
+    embedding: EmbeddingConfig | None = None
     heads: Mapping[HeadTask, HeadConfig] = MappingProxyType({})
 
     def __init__(self, model: ModelConfig, graphs: GraphSet, max_rows: int) -> None:
@@ -65,6 +66,7 @@ class EncodingModel(_ModelLimits):
         super().__init__(model, graphs, max_rows)
         self.max_source_len = model.max_source_len
         self.heads: Mapping[HeadTask, HeadConfig] = {head.task: head for head in model.heads}
+        self.embedding = model.embedding
         self._widths = {head.task: _width_of(head, model.vocab_size) for head in model.heads}
 
     def decode(self, batch: DecodeBatch) -> Samples:
@@ -77,7 +79,7 @@ class EncodingModel(_ModelLimits):
 
 
 def _width_of(head: HeadConfig, vocab_size: int) -> int:
-    """Return the number of outputs: one for each label or token; for pool the width of its transform."""
+    """Return the number of outputs: one for each label or token; for pool and embed the width of the transform."""
     if head.task == "fill_mask":
         return vocab_size
     return len(head.labels) if head.labels else head.transform_width or 0

@@ -12,14 +12,22 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from antiphon.model.head_config import Scores
+from antiphon.model.head_config import Pooling as HeadPooling
 from antiphon.model.head_config import Task as HeadTask
-from antiphon.service.domain.request import Readout, Request, Task
-from antiphon.service.runtime.pooling import pool
+from antiphon.model.ops.readout import finished, normalized, pool, scores_of
+from antiphon.service.domain.request import Pooling, Readout, Request, Task
 from antiphon.service.runtime.runner import Runner
 
 # Maximum number of a head's outputs in memory at once: a vocabulary is large, and a text may consist of masks only.
 _MAX_OUTPUTS = 1 << 22
+
+# The model's own pooling head has one output, that of the first token.
+_POOLINGS: dict[Pooling, HeadPooling] = {
+    Pooling.MEAN: "mean",
+    Pooling.MAX: "max",
+    Pooling.FIRST: "cls",
+    Pooling.MODEL: "cls",
+}
 
 _Place = tuple[Request, int]
 """A request, and a row of the encoder output that its head reads."""
@@ -33,30 +41,21 @@ def read_out(requests: Sequence[Request], memory: NDArray[np.float32], runner: R
     """
     found: dict[str, Readout] = {}
     places: dict[HeadTask, list[_Place]] = {}
+    declared: list[tuple[Request, NDArray[np.float64]]] = []
     first = 0
     for request in requests:
         end = first + len(request.source_ids)
         if request.head is not None:
             places.setdefault(request.head, []).extend((request, first + pick) for pick in request.picks)
+        elif request.pooling is Pooling.DECLARED and runner.embedding is not None:
+            declared.append((request, pool(memory[first:end], runner.embedding.poolings)))
         elif request.task is Task.EMBED:
-            vector = pool(memory[first:end], request.pooling, normalize=request.normalize)
-            found[request.request_id] = Readout(vector)
+            found[request.request_id] = _vector(memory[first:end], request)
         first = end
+    found |= _embed(declared, runner)
     for task, of_task in places.items():
         found |= _read_head(task, of_task, memory, runner)
     return found
-
-
-def scores_of(outputs: NDArray[np.float32], scores: Scores) -> NDArray[np.float64]:
-    """Return scores [K, O] of outputs [K, O]: softmax of each row, sigmoid of each output, or the outputs unchanged."""
-    values = outputs.astype(np.float64)
-    if scores == "none":
-        return values
-    if scores == "sigmoid":
-        with np.errstate(over="ignore"):  # outputs far below zero have score 0
-            return 1.0 / (1.0 + np.exp(-values))
-    raised = np.exp(values - values.max(axis=1, keepdims=True))
-    return np.asarray(raised / raised.sum(axis=1, keepdims=True))
 
 
 def top_of(scores: NDArray[np.float64], count: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
@@ -68,14 +67,40 @@ def top_of(scores: NDArray[np.float64], count: int) -> tuple[NDArray[np.int64], 
     return ids, np.take_along_axis(scores, ids, axis=1)
 
 
+def _vector(states: NDArray[np.float32], request: Request) -> Readout:
+    """Return states [S, M] as the vectors that an Embed asks for: [M], or [S, M] without pooling."""
+    pooling = _POOLINGS.get(request.pooling)
+    values = states.astype(np.float64) if pooling is None else pool(states, (pooling,))
+    return Readout((normalized(values) if request.normalize else values).astype(np.float32))
+
+
+def _embed(pooled: Sequence[tuple[Request, NDArray[np.float64]]], runner: Runner) -> dict[str, Readout]:
+    """Return the declared embeddings of requests, each given with the poolings of its states, by request id."""
+    if not pooled or runner.embedding is None:
+        return {}
+    vectors = np.stack([vector for _, vector in pooled])
+    if "embed" in runner.heads:
+        vectors = _finite("embed", runner.run_head("embed", vectors.astype(np.float32))).astype(np.float64)
+    found: dict[str, Readout] = {}
+    for (request, _), vector in zip(pooled, vectors, strict=True):
+        values = finished(vector, runner.embedding)
+        found[request.request_id] = Readout((normalized(values) if request.normalize else values).astype(np.float32))
+    return found
+
+
+def _finite(task: HeadTask, outputs: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return the outputs of a head. Raises ValueError if one is not finite."""
+    if not np.isfinite(outputs).all():
+        raise ValueError(f"outputs of the {task} head are not finite")
+    return outputs
+
+
 def _read_head(
     task: HeadTask, places: Sequence[_Place], memory: NDArray[np.float32], runner: Runner
 ) -> dict[str, Readout]:
     parts: dict[str, list[Readout]] = {}
     for chosen in _passes(places, runner.vocab_size):
-        outputs = runner.run_head(task, memory[[row for _, row in chosen]])
-        if not np.isfinite(outputs).all():
-            raise ValueError(f"outputs of the {task} head are not finite")
+        outputs = _finite(task, runner.run_head(task, memory[[row for _, row in chosen]]))
         for request, rows in _by_request(chosen):
             part = _reduced(request, outputs[rows], runner)
             parts.setdefault(request.request_id, []).append(part)
@@ -102,7 +127,7 @@ def _reduced(request: Request, outputs: NDArray[np.float32], runner: Runner) -> 
     """Return one request's result from a head's outputs [K, O]."""
     assert request.head is not None
     if request.task is Task.EMBED:
-        return Readout(pool(outputs, request.pooling, normalize=request.normalize))
+        return _vector(outputs, request)
     scores = scores_of(outputs, runner.heads[request.head].scores)
     if request.task is not Task.FILL_MASK:
         return Readout(scores.astype(np.float32))

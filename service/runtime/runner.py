@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from antiphon.model.head_config import HeadConfig
+from antiphon.model.head_config import EmbeddingConfig, HeadConfig
 from antiphon.model.head_config import Task as HeadTask
 from antiphon.model.ops.sampling import NONE_ALLOWED, NOT_FINITE, Samples, SamplingArrays
 
@@ -133,6 +133,10 @@ class Runner(Protocol):
     def heads(self) -> Mapping[HeadTask, HeadConfig]:
         """Heads that read the encoder output, by task."""
 
+    @property
+    def embedding(self) -> EmbeddingConfig | None:
+        """Vector of a text that the model declares; None: it declares none."""
+
     def encode(
         self,
         sources: Sequence[Sequence[int]],
@@ -148,7 +152,10 @@ class Runner(Protocol):
         """
 
     def run_head(self, task: HeadTask, states: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Return outputs [K, O] of a head for rows [K, M] of the encoder output; each row is computed independently."""
+        """Return outputs [K, O] of a head for rows [K, M] of the encoder output; each row is computed independently.
+
+        The rows of the head for embed are poolings.
+        """
 
     def decode(self, batch: DecodeBatch) -> Samples:
         """Feed every row its new tokens and sample. Positions may be fed again, with the same bits.

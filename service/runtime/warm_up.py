@@ -37,7 +37,8 @@ def warm_up(runner: Runner) -> None:
         _encode(runner, [[runner.eos_id] * usual_len])
         states = _encode(runner, [[runner.eos_id]] * _num_rows(runner))
         for task in runner.heads:
-            _check(runner.run_head(task, states[:_HEAD_ROWS]), task)
+            num_poolings = len(runner.embedding.poolings) if runner.embedding and task == "embed" else 1
+            _check(runner.run_head(task, np.tile(states[:_HEAD_ROWS], num_poolings)), task)
     if runner.has_decoder:
         _decode(runner)
 

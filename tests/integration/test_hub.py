@@ -21,6 +21,10 @@ FILES = {
     "config.json": b"{}",
     "tokenizer.json": b"{ }",
     "model.safetensors": b"tensors",
+    "modules.json": b"[]",
+    "1_Pooling/config.json": b"{}",
+    "2_Dense/model.safetensors": b"tensors",
+    "onnx/model.onnx": b"a graph",
     "pytorch_model.bin": b"a pickle",
     "modeling_own.py": b"raise SystemExit",
     "README.md": b"---\nlicense: mit\n---\n",
@@ -43,7 +47,7 @@ class Hub(BaseHTTPRequestHandler):
         if path.startswith("/api/models/"):
             self._tell(path.removeprefix("/api/models/").split("/"))
         else:
-            owner, name, _, _, file = path.strip("/").split("/")
+            owner, name, _, _, file = path.strip("/").split("/", 4)
             self._give(f"{owner}/{name}", file)
 
     def _tell(self, parts: list[str]) -> None:
@@ -108,13 +112,14 @@ def close(server: ThreadingHTTPServer) -> None:
 
 
 def held(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
 def test_only_needed_files_are_downloaded(hub: ThreadingHTTPServer) -> None:
-    wanted = {name: content for name, content in FILES.items() if not name.endswith((".bin", ".py"))}
+    wanted = {name: content for name, content in FILES.items() if not name.endswith((".bin", ".py", ".onnx"))}
     assert held(find_checkpoint("someone/new", None)) == wanted
-    assert not any(path.endswith((".bin", ".py")) for path in Hub.requests)
+    assert not any(path.endswith((".bin", ".py", ".onnx")) for path in Hub.requests)
 
 
 def test_pytorch_weights_are_downloaded_when_there_are_no_others(hub: ThreadingHTTPServer) -> None:

@@ -31,22 +31,28 @@ def randomise(model: Any) -> Any:
     return model.eval()
 
 
-def write_tokenizer(folder: Path) -> None:
-    """Write a tokenizer.json with a few words and BERT's templates."""
+def write_tokenizer(folder: Path, *, has_types: bool = True) -> None:
+    """Write a tokenizer.json with a few words and BERT's templates, which transformers reads as it is.
+
+    has_types: the model reads token types.
+    """
     vocabulary = {token: index for index, token in enumerate((*SPECIAL, *WORDS))}
     tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.add_special_tokens(list(SPECIAL))
     tokenizer.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
     tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"mask_token": "[MASK]", "unk_token": "[UNK]"}))
+    described: dict[str, Any] = {f"{token[1:-1].lower()}_token": token for token in SPECIAL}
+    described["tokenizer_class"] = "PreTrainedTokenizerFast"
+    described["model_input_names"] = ["input_ids", *(["token_type_ids"] if has_types else []), "attention_mask"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(described))
 
 
 def write_checkpoint(folder: Path, config: Any, kind: str) -> Any:
     """Save a random model of a class of transformers with a tokenizer, and return the model."""
     original = randomise(getattr(transformers, kind)(config))
     original.save_pretrained(folder)
-    write_tokenizer(folder)
+    write_tokenizer(folder, has_types=getattr(config, "type_vocab_size", 0) > 1)
     return original
 
 

@@ -131,10 +131,10 @@ def save(
     if as_bin:
         (folder / "model.safetensors").unlink()
         torch.save(model.state_dict(), folder / "pytorch_model.bin")
-    _WRITERS.get(name, _write_tokenizers)(folder, made)
+    _WRITERS.get(name, write_tokenizers)(folder, made)
 
 
-def _write_tokenizers(folder: Path, made: Made) -> None:
+def write_tokenizers(folder: Path, made: Made) -> None:
     """Write tokenizer.json: byte-level BPE with the special tokens of BART or T5, followed by language tokens."""
     is_t5 = "T5" in made.model or made.model == "Pegasus"
     special = ["<pad>", "</s>", "<unk>"] if is_t5 else ["<s>", "<pad>", "</s>", "<unk>"]

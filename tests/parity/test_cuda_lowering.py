@@ -107,7 +107,7 @@ def ports_of(config: ModelConfig, part: str, precision: Precision) -> tuple[list
     if part == "decoder":
         return decoder_inputs(config, "cuda", precision), decoder_outputs(config, "cuda")
     (head,) = (head for head in config.heads if head.task == part)
-    return head_inputs(config, precision), head_outputs(config, head, "cuda", precision)
+    return head_inputs(config, head, precision), head_outputs(config, head, "cuda", precision)
 
 
 def assert_ports(graph: ir.Graph, wanted: tuple[list[Port], list[Port]]) -> None:

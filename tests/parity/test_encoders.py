@@ -49,6 +49,11 @@ ENCODERS: dict[str, dict[str, object]] = {
     "types_without_norm": dict(
         positions="t5_relative", token_types=1, norm_placement="pre", norm="rmsnorm", heads=[dict(task="fill_mask")]
     ),
+    "t5_with_embedding": dict(
+        positions="t5_relative", norm_placement="pre", norm="rmsnorm", bias=False, attention_scale=1.0, gated=True,
+        activation="gelu_tanh", scale_embeddings=False, embedding=dict(poolings=("mean", "lasttoken")),
+        heads=[dict(task="embed", input_width=128, transform_width=48, activation="tanh", bias=False)],
+    ),
 }  # fmt: skip
 SOURCE_LENS = (17, 1, 33, 5, 16)
 
@@ -82,8 +87,9 @@ def test_states_and_outputs_of_a_source_do_not_depend_on_its_neighbours(bundle: 
         (alone,) = encoder.encode([source], [kinds])
         np.testing.assert_array_equal(alone, states)
     for head in config.heads:
-        outputs = np.split(encoder.read_out(head.task, np.concatenate(together)), np.cumsum(SOURCE_LENS)[:-1])
-        for states, expected in zip(together, outputs, strict=True):
+        read = [np.tile(states, (1, config.head_input_width(head) // config.d_model)) for states in together]
+        outputs = np.split(encoder.read_out(head.task, np.concatenate(read)), np.cumsum(SOURCE_LENS)[:-1])
+        for states, expected in zip(read, outputs, strict=True):
             np.testing.assert_array_equal(encoder.read_out(head.task, states), expected)
             np.testing.assert_array_equal(encoder.read_out(head.task, states[-1:]), expected[-1:])
 
@@ -93,7 +99,7 @@ def test_encoder_graphs_have_the_tensor_names_of_the_contract(bundle: Bundle) ->
     wanted: dict[Task | Literal["encoder"], tuple[list[Port], list[Port]]] = {}
     wanted["encoder"] = (graph_ports.encoder_inputs(config, "native"), graph_ports.encoder_outputs(config, "native"))
     for head in config.heads:
-        wanted[head.task] = (graph_ports.head_inputs(config), graph_ports.head_outputs(config, head))
+        wanted[head.task] = (graph_ports.head_inputs(config, head), graph_ports.head_outputs(config, head))
     for graphs in bundle.manifest.graphs:
         for part, ports in wanted.items():
             name = graphs.encoder_file if part == "encoder" else graphs.heads[part]

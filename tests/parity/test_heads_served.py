@@ -35,6 +35,9 @@ NAMES = {0: "O", 1: "B-ANIMAL", 2: "I-ANIMAL", 3: "B-PLACE"}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "pretraining": ("BertForPreTraining", {}),
     "classify": ("BertForSequenceClassification", dict(id2label={0: "low", 1: "middle", 2: "high"})),
+    "one_label": ("BertForSequenceClassification", dict(num_labels=1)),
+    "several_labels": ("BertForSequenceClassification", dict(num_labels=3, problem_type="multi_label_classification")),
+    "regression": ("BertForSequenceClassification", dict(num_labels=1, problem_type="regression")),
     "tag": ("BertForTokenClassification", dict(id2label=NAMES)),
 }
 TEXTS = ("the big cat sat on the red mat", "a dog", "cats, dogs; the small blue mat!", "the the the")
@@ -90,9 +93,10 @@ def serving(bundles: dict[str, Imported], kind: str) -> Any:
     return serving_bundle(bundles[kind].bundle)
 
 
-async def test_labels_equal_those_of_the_pipeline(bundles: dict[str, Imported]) -> None:
-    pipeline = bundles["classify"].pipeline("text-classification", top_k=None)
-    async with serving(bundles, "classify") as served:
+@pytest.mark.parametrize("kind", ["classify", "one_label", "several_labels", "regression"])
+async def test_labels_equal_those_of_the_pipeline(bundles: dict[str, Imported], kind: str) -> None:
+    pipeline = bundles[kind].pipeline("text-classification", top_k=None)
+    async with serving(bundles, kind) as served:
         found = await asyncio.gather(*(served.client.classify(text) for text in TEXTS))
         pair = await served.client.classify(TEXTS[0], pair=TEXTS[1], top_k=1)
     for text, answer in zip(TEXTS, found, strict=True):

@@ -76,6 +76,13 @@ CASES: dict[str, Case] = {
         family="Roberta", kind="ForSequenceClassification",
         settings={**BERT, "type_vocab_size": 1, "num_labels": 1}, outputs={"classify": "logits"},
     ),
+    "roberta_without_padding": Case(
+        family="Roberta", kind="ForMaskedLM", settings={**BERT, "type_vocab_size": 1, "pad_token_id": -1},
+        outputs={"fill_mask": "logits"},
+    ),
+    "bert_without_padding": Case(
+        family="Bert", kind="Model", settings={**BERT, "pad_token_id": -1}, outputs={"pool": "pooler_output"}
+    ),
     "xlm_roberta_tag": Case(
         family="XLMRoberta", kind="ForTokenClassification", settings={**BERT, "id2label": LABELS},
         outputs={"tag": "logits"},
@@ -206,7 +213,7 @@ def test_labels_and_scores_equal_those_of_the_checkpoint(tmp_path: Path) -> None
         heads[name] = next(head for head in read_checkpoint(tmp_path / name)[1].heads if head.task != "pool")
     assert {name: (head.labels, head.scores) for name, head in heads.items()} == {
         "bert_classify": (("cat", "dog", "bird"), "softmax"),
-        "roberta_classify": (("LABEL_0",), "none"),
+        "roberta_classify": (("LABEL_0",), "sigmoid"),
         "distilbert_classify": (("cat", "dog", "bird"), "sigmoid"),
         "distilbert_tag": (("LABEL_0", "LABEL_1"), "softmax"),
     }

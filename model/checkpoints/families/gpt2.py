@@ -12,6 +12,7 @@ from antiphon.model.checkpoints.settings import (
     activation,
     describe,
     is_tied,
+    refuse_head,
     refuse_unless,
     setting,
     token_id,
@@ -28,6 +29,7 @@ _EMBEDDING, _OUTPUT = "wte.weight", "lm_head.weight"
 
 def resolve(settings: Settings, weights: SourceWeights) -> Settings:
     """Return the settings with tie_word_embeddings as the tensors show."""
+    refuse_head(settings, ["LMHeadModel", "ForCausalLM"])
     weights.strip_prefix("transformer.")
     return {**settings, "tie_word_embeddings": is_tied(settings, weights, _EMBEDDING, _OUTPUT)}
 

@@ -14,7 +14,15 @@ import torch
 from torch import Tensor
 
 from antiphon.model.checkpoints.families.family import Family
-from antiphon.model.checkpoints.settings import Settings, activation, describe, is_tied, setting, token_id
+from antiphon.model.checkpoints.settings import (
+    Settings,
+    activation,
+    describe,
+    is_tied,
+    refuse_head,
+    setting,
+    token_id,
+)
 from antiphon.model.checkpoints.source_weights import SourceError, SourceWeights
 from antiphon.model.checkpoints.text_formats import tokenizers_format
 from antiphon.model.config import LinearScaling, Llama3Scaling, ModelConfig
@@ -30,6 +38,7 @@ _SCALED: dict[str, type[LinearScaling] | type[Llama3Scaling]] = {"linear": Linea
 
 def resolve(settings: Settings, weights: SourceWeights) -> Settings:
     """Return the settings with tie_word_embeddings and has_bias (any projection has a bias) as the tensors show."""
+    refuse_head(settings, ["ForCausalLM"])
     weights.strip_prefix("model.")
     has_bias = any(name.endswith("_proj.bias") for name in weights.names)
     return {**settings, "tie_word_embeddings": is_tied(settings, weights, _EMBEDDING, _OUTPUT), "has_bias": has_bias}

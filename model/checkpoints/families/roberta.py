@@ -30,10 +30,10 @@ _NAMES = EncoderNames(
 
 
 def configure(settings: Settings) -> ModelConfig:
-    """Return BERT's shape; the first position is the row after the padding id."""
+    """Return BERT's shape; the first position is the row after the padding id, which is -1 if there is no padding."""
     pad = setting(settings, "pad_token_id", int, default=_PAD_ID)
     fields = encoder_only.bert_fields(settings)
-    return encoder_only.configure(settings, _NAMES, **fields, pad_id=pad, positions_offset=pad + 1)
+    return encoder_only.configure(settings, _NAMES, **fields, pad_id=max(pad, 0), positions_offset=pad + 1)
 
 
 FAMILY = Family(

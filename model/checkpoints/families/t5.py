@@ -1,4 +1,7 @@
-"""T5 (Raffel et al. 2020), T5 1.1, FLAN-T5, mT5 and ByT5: relative positions, RMSNorm, no biases."""
+"""T5 (Raffel et al. 2020), T5 1.1, FLAN-T5, mT5 and ByT5: relative positions, RMSNorm, no biases.
+
+A checkpoint of the encoder alone (T5EncoderModel, such as GTR and Sentence-T5) becomes an encoder-only model.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from torch import nn
 
 from antiphon.model.checkpoints.families.architectures.encoder_decoder import OUTPUT, SHARED, special_ids
 from antiphon.model.checkpoints.families.family import Family
-from antiphon.model.checkpoints.settings import Settings, activation, describe, is_tied, read_json, setting
+from antiphon.model.checkpoints.settings import Settings, activation, describe, is_tied, read_json, refuse_head, setting
 from antiphon.model.checkpoints.source_weights import SourceWeights
 from antiphon.model.checkpoints.text_formats import bytes_format, tokenizers_format
 from antiphon.model.config import ModelConfig
@@ -18,16 +21,21 @@ from antiphon.model.transformer.layers import DecoderLayer, EncoderLayer
 from antiphon.model.transformer.transformer import Stack, Transformer
 
 _UNKNOWN_ID = 2
+_HEADS = ("ForConditionalGeneration", "WithLMHeadModel")
 # Relative positions have no maximum, so these are the maximum lengths of a bundle unless the importer's options differ.
 _SOURCE_LEN, _TARGET_LEN = 1024, 512
 
 
 def resolve(settings: Settings, weights: SourceWeights) -> Settings:
-    """Return the settings with tie_word_embeddings as the tensors show, and scale_decoder_outputs.
+    """Return the settings with tie_word_embeddings as the tensors show, scale_decoder_outputs and is_encoder_decoder.
 
     In config.json of T5 1.1 and later models `tie_word_embeddings: false` means that the output is not scaled; newer
     versions of transformers write `scale_decoder_outputs` for that. transformers never scales the output of mT5.
     """
+    refuse_head(settings, _HEADS)
+    if _is_encoder(settings, weights):
+        name = "T5EncoderModel" if settings.get("model_type") == "t5" else "MT5EncoderModel"
+        return {**settings, "architectures": [name], "is_encoder_decoder": False}
     scales = setting(settings, "tie_word_embeddings", bool, default=True)
     if settings.get("model_type") == "t5":
         scales = setting(settings, "scale_decoder_outputs", bool, default=scales)
@@ -35,7 +43,15 @@ def resolve(settings: Settings, weights: SourceWeights) -> Settings:
         scales = False
     embedding = weights.first_of(SHARED, "decoder.embed_tokens.weight")
     tied = is_tied(settings, weights, embedding, OUTPUT)
-    return {**settings, "scale_decoder_outputs": scales, "tie_word_embeddings": tied}
+    return {**settings, "scale_decoder_outputs": scales, "tie_word_embeddings": tied, "is_encoder_decoder": True}
+
+
+def _is_encoder(settings: Settings, weights: SourceWeights) -> bool:
+    """Return whether a checkpoint is an encoder alone: its class is one, or it names no class and has no decoder."""
+    architecture = str((settings.get("architectures") or [""])[0])
+    if architecture.endswith(("EncoderModel", *_HEADS)):
+        return architecture.endswith("EncoderModel")
+    return not any(name.startswith("decoder.") for name in weights.names)
 
 
 def configure(settings: Settings) -> ModelConfig:
@@ -44,11 +60,13 @@ def configure(settings: Settings) -> ModelConfig:
     transformers divides feed_forward_proj, such as gated-gelu, into dense_act_fn and is_gated_act.
     """
     layers = setting(settings, "num_layers", int)
+    is_pair = setting(settings, "is_encoder_decoder", bool, default=True)
     return describe(
+        architecture="encoder-decoder" if is_pair else "encoder",
         vocab_size=setting(settings, "vocab_size", int),
         d_model=setting(settings, "d_model", int),
         encoder_layers=layers,
-        decoder_layers=setting(settings, "num_decoder_layers", int, default=layers),
+        decoder_layers=setting(settings, "num_decoder_layers", int, default=layers) if is_pair else 0,
         num_heads=setting(settings, "num_heads", int),
         head_dim=setting(settings, "d_kv", int),
         d_ff=setting(settings, "d_ff", int),
@@ -74,7 +92,12 @@ def configure(settings: Settings) -> ModelConfig:
 def load(model: Transformer, weights: SourceWeights, settings: Settings) -> None:
     """Fill the model. The factor d_model ** -0.5 of a scaled output is multiplied into the final norm."""
     assert model.encoder is not None
-    assert model.decoder is not None
+    if model.decoder is None:
+        weights.fill_tied(model.encoder.embedding.weight, SHARED, "encoder.embed_tokens.weight")
+        for pattern in ("decoder.*", OUTPUT):
+            weights.ignore(pattern)
+        _load_stack(model.encoder, weights, "encoder")
+        return
     names = (SHARED, "encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
     weights.fill_tied(model.decoder.embedding.weight, *names, *((OUTPUT,) if model.config.tie_output else ()))
     if not model.config.tie_output:

@@ -70,6 +70,7 @@ def check_config(config: ModelConfig, precision: Precision) -> None:
         "d_ff": config.d_ff,
         "embedding_width": config.resolved_embedding_width,
         **{f"transform_width of {head.task}": head.transform_width or 0 for head in config.heads},
+        **{f"input_width of {head.task}": head.input_width or 0 for head in config.heads},
     }
     for name, width in widths.items():
         if width % _GRANULE:
@@ -88,7 +89,7 @@ def lower_for_cuda(traced: ir.Model, config: ModelConfig, part: Part | Task, pre
         inputs, outputs = decoder_inputs(config, "cuda", precision), decoder_outputs(config, "cuda")
     else:
         head = next(head for head in config.heads if head.task == part)
-        inputs, outputs = head_inputs(config, precision), head_outputs(config, head, "cuda", precision)
+        inputs, outputs = head_inputs(config, head, precision), head_outputs(config, head, "cuda", precision)
     rewriting = _Rewriting(traced.graph, CudaGraph(inputs, _ELEMENTS[precision]))
     for node in traced.graph:
         rewriting.rewrite(node)

@@ -114,7 +114,7 @@ def trace_head(model: Transformer, task: Task) -> ir.Model:
     """Trace a head of an encoder, native: states of the tokens that its task reads, to its outputs."""
     head = model.heads[task]
     assert isinstance(head, Head)
-    inputs, outputs = head_inputs(model.config), head_outputs(model.config, head.config)
+    inputs, outputs = head_inputs(model.config, head.config), head_outputs(model.config, head.config)
     return _trace(_Packed(PackedHead(head, model.config.norm_eps)), inputs, outputs, "native")
 
 

@@ -78,9 +78,10 @@ def _compared(
     expected = reference_states(model, sources, types)
     yield "encoder", np.concatenate(found), expected
     for head in config.heads:
+        hidden = np.tile(expected, (1, config.head_input_width(head) // config.d_model))
         with torch.no_grad():
-            outputs = model.read_out(head.task, torch.from_numpy(expected)).numpy()
-        yield head.task, encoder.read_out(head.task, expected), outputs
+            outputs = model.read_out(head.task, torch.from_numpy(hidden)).numpy()
+        yield head.task, encoder.read_out(head.task, hidden), outputs
 
 
 def reference_states(model: Transformer, sources: list[Ids], types: list[Ids]) -> Floats:

@@ -39,13 +39,13 @@ class AsyncReadingCalls:
         source: Source,
         *,
         pair: str | None = None,
-        pooling: Pooling = "mean",
+        pooling: Pooling | None = None,
         normalize: bool = False,
         timeout_s: float | None = None,
     ) -> Embedding:
         """Return the encoder states of a source, or of a pair, pooled into one vector or without pooling.
 
-        Raises ServerError.
+        pooling: None: the vector that the model declares, or the mean if it declares none. Raises ServerError.
         """
         request = self._terms.ask(
             embed_request(self._model, source, pooling, self._languages, pair=pair, normalize=normalize)
@@ -98,13 +98,13 @@ class ReadingCalls:
         source: Source,
         *,
         pair: str | None = None,
-        pooling: Pooling = "mean",
+        pooling: Pooling | None = None,
         normalize: bool = False,
         timeout_s: float | None = None,
     ) -> Embedding:
         """Return the encoder states of a source, or of a pair, pooled into one vector or without pooling.
 
-        Raises ServerError.
+        pooling: None: the vector that the model declares, or the mean if it declares none. Raises ServerError.
         """
         request = self._terms.ask(
             embed_request(self._model, source, pooling, self._languages, pair=pair, normalize=normalize)

@@ -21,7 +21,7 @@ _POOLING: dict[Pooling, inference_pb2.Pooling.ValueType] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Embedding:
-    """Encoder states of a source, pooled into one vector; with pooling "none" the concatenated states of all tokens."""
+    """Vector of a source; with pooling "none" the concatenated states of all tokens."""
 
     vector: tuple[float, ...]
     usage: Usage
@@ -109,14 +109,14 @@ class FilledMasks:
 
 
 def embed_request(
-    model: str, source: Source, pooling: Pooling, languages: Languages, *, pair: str | None, normalize: bool
+    model: str, source: Source, pooling: Pooling | None, languages: Languages, *, pair: str | None, normalize: bool
 ) -> inference_pb2.EmbedRequest:
     """Build a request for encoder states. Raises ValueError for an unknown pooling."""
-    if pooling not in _POOLING:
+    if pooling is not None and pooling not in _POOLING:
         raise ValueError(f"pooling is {pooling!r}; it must be one of {', '.join(_POOLING)}")
     return inference_pb2.EmbedRequest(
         model=model,
-        pooling=_POOLING[pooling],
+        pooling=inference_pb2.POOLING_UNSPECIFIED if pooling is None else _POOLING[pooling],
         normalize=normalize,
         text_pair=pair,
         source_language=languages.source,

@@ -56,7 +56,7 @@ def limits_of(runner: Runner, engine: EngineLimits) -> AdmissionLimits:
         block_size=runner.block_size,
         has_encoder=runner.has_encoder,
         has_decoder=runner.has_decoder,
-        heads=frozenset(runner.heads),
+        heads=frozenset(runner.heads) - {"embed"},  # a part of the vector that a model declares, and no task
         may_run_short=may_run_short(runner, engine.max_num_seqs),
     )
 

@@ -58,7 +58,11 @@ def describe(
         ),
         device=pb.DEVICE_CUDA if runner.lowering == "cuda" else pb.DEVICE_CPU,
         architecture=_ARCHITECTURES[config.architecture],
-        tasks=[pb.TaskDescription(task=_TASKS[head.task], labels=head.labels) for head in config.heads],
+        tasks=[
+            pb.TaskDescription(task=_TASKS[head.task], labels=head.labels)
+            for head in config.heads
+            if head.task in _TASKS  # the head for embed is a part of Embed
+        ],
         languages=sorted(text.languages),
         mask_token="" if text.mask_id is None else tokenizer.piece(text.mask_id),
     )

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from antiphon.cli import main as cli
@@ -221,3 +222,34 @@ def test_existing_target_is_refused_before_anything_else(
     assert cli.main(["import", str(checkpoint), str(target), "--overwrite"]) == 2
     assert "is not a bundle" in capsys.readouterr().err
     assert [path.name for path in target.iterdir()] == ["notes.txt"]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "kinds"),
+    [
+        ("Bart", ["ForSequenceClassification", "ForQuestionAnswering", "ForCausalLM"]),
+        ("MBart", ["ForSequenceClassification"]),
+        ("Marian", ["ForCausalLM"]),
+        ("Pegasus", ["ForCausalLM"]),
+        ("T5", ["ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering"]),
+        ("GPT2", ["ForSequenceClassification", "DoubleHeadsModel"]),
+        ("Llama", ["ForSequenceClassification", "ForTokenClassification"]),
+        ("Bert", ["LMHeadModel", "ForMultipleChoice"]),
+    ],
+)
+def test_class_with_another_head_is_refused_by_its_name(
+    model_type: str, kinds: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = dict(
+        vocab_size=32, d_model=16, hidden_size=16, n_embd=16, num_hidden_layers=1, num_layers=1, n_layer=1,
+        encoder_layers=1, decoder_layers=1, encoder_ffn_dim=16, decoder_ffn_dim=16, intermediate_size=16, d_ff=16,
+        num_attention_heads=2, encoder_attention_heads=2, decoder_attention_heads=2, num_heads=2, n_head=2, d_kv=8,
+        max_position_embeddings=32, n_positions=32, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+        decoder_start_token_id=1,
+    )  # fmt: skip
+    for kind in kinds:
+        folder = tmp_path / kind
+        make: Any = getattr(transformers, f"{model_type}{kind}")
+        make(make.config_class(**small)).save_pretrained(folder)
+        said = refused(folder, tmp_path, capsys)
+        assert f"architectures names {model_type}{kind}, whose head is not supported" in said

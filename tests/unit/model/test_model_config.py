@@ -196,3 +196,12 @@ def test_tied_head_needs_the_width_of_the_embeddings() -> None:
     preset("tiny", **encoder, heads=[{**head, "transform_width": 16}])
     with pytest.raises(ValidationError, match=r"fill_mask is tied to embeddings of width 16, .* has width 32"):
         preset("tiny", **encoder, heads=[head])
+
+
+def test_head_for_embed_needs_the_width_of_the_declared_poolings() -> None:
+    encoder = dict(architecture="encoder", decoder_layers=0, embedding=dict(poolings=("cls", "mean")))
+    head = dict(task="embed", transform_width=16)
+    preset("tiny", **encoder, heads=[{**head, "input_width": 64}])
+    for wrong in (encoder | dict(heads=[head]), encoder | dict(embedding=None, heads=[{**head, "input_width": 64}])):
+        with pytest.raises(ValidationError, match=r"embed reads .* numbers, which is not the width of embedding"):
+            preset("tiny", **wrong)

@@ -13,6 +13,7 @@ from antiphon.model.checkpoints.settings import (
     activation,
     describe,
     is_tied,
+    refuse_head,
     refuse_unequal,
     setting,
     token_id,
@@ -33,6 +34,7 @@ def resolve_ties(settings: Settings, weights: SourceWeights) -> Settings:
 
     transformers also ties equal tensors. config.json is often wrong here.
     """
+    refuse_head(settings, ["ForConditionalGeneration"])
     weights.strip_prefix("model.")
     source, target = (weights.first_of(f"{side}.embed_tokens.weight", SHARED) for side in ("encoder", "decoder"))
     return {

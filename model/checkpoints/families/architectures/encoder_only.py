@@ -18,8 +18,10 @@ from antiphon.model.checkpoints.settings import (
     activation,
     describe,
     read_json,
+    refuse_head,
     refuse_unless,
     setting,
+    token_id,
 )
 from antiphon.model.checkpoints.source_weights import SourceError, SourceWeights
 from antiphon.model.checkpoints.text_formats import tokenizers_format
@@ -34,12 +36,8 @@ from antiphon.model.transformer.transformer import Transformer
 _FOUND = "antiphon_heads"
 _OUTPUTS: Mapping[str, Task] = {"ForSequenceClassification": "classify", "ForTokenClassification": "tag"}
 _WITHOUT_LABELS: tuple[Task, ...] = ("fill_mask", "next_sentence", "pool")
-_REFUSED = ("ForQuestionAnswering", "ForMultipleChoice", "ForCausalLM", "LMHeadModel")
-_SCORES: Mapping[str, Scores] = {
-    "regression": "none",
-    "single_label_classification": "softmax",
-    "multi_label_classification": "sigmoid",
-}
+_HEADS = (*_OUTPUTS, "ForMaskedLM", "ForPreTraining", "ForNextSentencePrediction")
+_PROBLEMS = ("regression", "single_label_classification", "multi_label_classification")
 
 
 LoadAttention = Callable[[SelfAttention, SourceWeights, str], None]
@@ -109,11 +107,7 @@ def resolve(settings: Settings, weights: SourceWeights, names: EncoderNames) -> 
     """
     _rename(weights, names)
     architecture = str((settings.get("architectures") or [""])[0])
-    if architecture.endswith(_REFUSED):
-        raise SourceError(
-            f"config.json: architectures names {architecture}, whose head is not supported; supported are heads for "
-            "masked tokens, next sentences, and classification of texts or tokens, and models without a head"
-        )
+    refuse_head(settings, _HEADS)
     asked = _asked(settings)
     found: dict[Task, int] = {}
     for index, head in enumerate(names.heads):
@@ -160,7 +154,7 @@ def configure(settings: Settings, names: EncoderNames, **choices: Any) -> ModelC
     refuse_unless(settings, "position_embedding_type", only="absolute", default="absolute")
     refuse_unless(settings, "is_decoder", only=False, default=False)
     offset: int = choices.get("positions_offset", 0)
-    pad = setting(settings, "pad_token_id", int, default=0)
+    pad = token_id(settings, "pad_token_id", default=0)
     shared: dict[str, Any] = dict(
         architecture="encoder",
         decoder_layers=0,
@@ -169,8 +163,8 @@ def configure(settings: Settings, names: EncoderNames, **choices: Any) -> ModelC
         scale_embeddings=False,
         pad_id=pad,
         # The template adds begin and end tokens to a source. These fields have no effect, but must be valid ids.
-        bos_id=setting(settings, "bos_token_id", int, default=pad),
-        eos_id=setting(settings, "eos_token_id", int, default=pad),
+        bos_id=token_id(settings, "bos_token_id", default=pad),
+        eos_id=token_id(settings, "eos_token_id", default=pad),
         unk_id=pad,
     )
     if "max_source_len" not in choices:
@@ -230,14 +224,16 @@ def _labels(settings: Settings) -> tuple[str, ...]:
 
 
 def _scores(settings: Settings, count: int) -> Scores:
-    """Return the function from logits to scores, as transformers' pipelines choose it.
+    """Return the function from logits to scores, as transformers' pipeline chooses it.
 
-    A single output is a regression unless problem_type says otherwise. Raises SourceError for an unknown problem_type.
+    Raises SourceError for an unknown problem_type.
     """
-    problem = settings.get("problem_type") or ("regression" if count == 1 else "single_label_classification")
-    if problem not in _SCORES:
-        raise SourceError(f"config.json: problem_type is {problem!r}; supported are {', '.join(_SCORES)}")
-    return _SCORES[problem]
+    problem = settings.get("problem_type")
+    if problem is not None and problem not in _PROBLEMS:
+        raise SourceError(f"config.json: problem_type is {problem!r}; supported are {', '.join(_PROBLEMS)}")
+    if problem == "regression":
+        return "none"
+    return "sigmoid" if problem == "multi_label_classification" or count == 1 else "softmax"
 
 
 def load(

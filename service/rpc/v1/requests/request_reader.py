@@ -21,7 +21,6 @@ from antiphon.service.rpc.v1.served.served_model import ServedModel
 from antiphon.v1 import inference_pb2 as pb
 
 _POOLING = {
-    pb.POOLING_UNSPECIFIED: Pooling.MEAN,
     pb.POOLING_MEAN: Pooling.MEAN,
     pb.POOLING_MAX: Pooling.MAX,
     pb.POOLING_FIRST: Pooling.FIRST,
@@ -90,12 +89,19 @@ class RequestReader:
         )
 
     async def embed(self, message: pb.EmbedRequest, context: Context) -> Embed:
-        """Read a request for a source's encoder states. Raises AntiphonError."""
-        pooling = _POOLING.get(message.pooling)
+        """Read a request for a source's encoder states. Raises AntiphonError.
+
+        Without a pooling it asks for the vector that the model declares, or for the mean if it declares none.
+        """
+        declared = self._model.config.embedding
+        default = Pooling.MEAN if declared is None else Pooling.DECLARED
+        pooling = _POOLING.get(message.pooling) if message.pooling else default
         if pooling is None:
             raise InvalidArgument("pooling", message.pooling, "one of the values of Pooling")
         self._engine.check_ability(Task.EMBED, pooling)
         arrival = self._arrivals.next(message, context)
+        if declared is not None and declared.prompt and pooling is Pooling.DECLARED:
+            message = _prompted(message, declared.prompt)
         source = await self._inputs.source(message, source_languages(self._model.text, message.source_language))
         return Embed(
             arrival=arrival,
@@ -162,6 +168,16 @@ class RequestReader:
             found, allowed = InWords("without a mask token"), f"with {token}, token id {mask_id}, once at least"
             raise InvalidArgument(given, found, allowed)
         return positions
+
+
+def _prompted(message: pb.EmbedRequest, prompt: str) -> pb.EmbedRequest:
+    """Return a request with the prompt before its text; token ids stay as they are."""
+    if not message.HasField("text"):
+        return message
+    prompted = pb.EmbedRequest()
+    prompted.CopyFrom(message)
+    prompted.text = prompt + message.text
+    return prompted
 
 
 def _reports_beam_steps(message: HasOptions, controls: Controls) -> bool:

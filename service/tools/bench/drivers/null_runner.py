@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from antiphon.model.head_config import HeadConfig
+from antiphon.model.head_config import EmbeddingConfig, HeadConfig
 from antiphon.model.head_config import Task as HeadTask
 from antiphon.service.runtime.runner import DecodeBatch, EncodeReport, Samples
 
@@ -28,6 +28,7 @@ class NullRunner:
     block_size = 16
     cache_bytes_per_token = 1
     heads: Mapping[HeadTask, HeadConfig] = {}
+    embedding: EmbeddingConfig | None = None
 
     def __init__(self, max_rows: int, target_len: int) -> None:
         self.max_rows = max_rows
