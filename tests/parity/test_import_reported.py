@@ -137,3 +137,25 @@ async def test_settings_that_no_server_accepts_are_left_out(tmp_path: Path, caps
     assert "early_stopping='first' of its generation settings is left out" in said
     async with serving_bundle(bundle.path) as served:
         assert (await served.client.generate_text("the small word", Options(max_new_tokens=4))).token_ids
+
+
+async def test_score_of_a_single_label_is_that_of_the_pipeline(tmp_path: Path) -> None:
+    """Every cross-encoder has one label and no problem_type."""
+    bundle = await asyncio.to_thread(imported, "cross", tmp_path / "bundle")
+    pipe = transformers.pipeline("text-classification", model=str(DATA / "cross"))
+    expected = pipe({"text": "the cat sat", "text_pair": "a dog ran"}, top_k=None)
+    async with serving_bundle(bundle.path) as served:
+        answer = await served.client.classify("the cat sat", pair="a dog ran")
+    assert [label.score for label in answer.labels] == pytest.approx([label["score"] for label in expected], abs=1e-5)
+
+
+async def test_vector_of_a_text_is_the_declared_one(tmp_path: Path) -> None:
+    """modules.json names pooling by the first token, and normalisation."""
+    bundle = await asyncio.to_thread(imported, "st_cls", tmp_path / "bundle")
+    inputs = original_tokenizer("st_cls")("the cat sat on the mat", return_tensors="pt")
+    model = transformers.AutoModel.from_pretrained(DATA / "st_cls").eval()
+    with torch.no_grad():
+        expected = torch.nn.functional.normalize(model(**inputs).last_hidden_state[0, 0], dim=0)
+    async with serving_bundle(bundle.path) as served:
+        answer = await served.client.embed("the cat sat on the mat")
+    torch.testing.assert_close(torch.tensor(answer.vector), expected, atol=1e-5, rtol=1e-4)
