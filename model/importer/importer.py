@@ -266,7 +266,7 @@ def _inspect(options: ImportOptions) -> _Source:
     folder = find_checkpoint(options.source, options.revision)
     _refuse_adapter(folder)
     family = family_in(folder)
-    settings, generation = family.read_settings(folder), {}
+    settings = generation = family.read_settings(folder)
     notes: list[str] = []
     _refuse_remote_code(settings)
     if family.reference:
