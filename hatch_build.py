@@ -44,8 +44,8 @@ INSTRUCTION_SETS = {
 # Modules that mypyc compiles: the interpreter otherwise takes half of the engine's time for small models. Where a
 # module was not compiled, Python runs its source, with equal results.
 ENGINE = Path("service/engine")
-# Copies objects through their __dict__, which compiled ones do not have.
-_NOT_COMPILED = ENGINE / "constraints"
+# The first copies objects through their __dict__, which compiled ones do not have; the second is a coroutine.
+_NOT_COMPILED = (ENGINE / "constraints", ENGINE / "sequences" / "reader.py")
 # mypyc puts the code of all modules into one library, which each module's own file loads by this name.
 _ENGINE_LIBRARY = "antiphon_engine"
 _SUFFIX = str(sysconfig.get_config_var("EXT_SUFFIX"))
@@ -136,8 +136,7 @@ def compile_engine(root: Path) -> Path | None:
     Does nothing if nothing has changed. If mypyc, the headers of Python or a C compiler that takes the result are
     missing, removes earlier results and prints what is missing.
     """
-    sources = [path for path in sorted((root / ENGINE).rglob("*.py")) if path.name != "__init__.py"]
-    sources = [path for path in sources if root / _NOT_COMPILED not in path.parents]
+    sources = engine_sources(root)
     library = root / PROTO_ROOT / f"{_ENGINE_LIBRARY}__mypyc{_SUFFIX}"
     if not sources or _is_compiled(sources, library, root):
         return library if sources else None
@@ -154,6 +153,13 @@ def compile_engine(root: Path) -> Path | None:
         print(f"antiphon: the engine is not compiled and costs more CPU time: {error}", file=sys.stderr)
         return None
     return library
+
+
+def engine_sources(root: Path) -> list[Path]:
+    """Return the modules that `compile_engine` compiles."""
+    left_out = {root / path for path in _NOT_COMPILED}
+    modules = (path for path in sorted((root / ENGINE).rglob("*.py")) if path.name != "__init__.py")
+    return [path for path in modules if left_out.isdisjoint((path, *path.parents))]
 
 
 def _is_compiled(sources: Sequence[Path], library: Path, root: Path) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
@@ -65,3 +66,11 @@ def test_sources_run_where_the_engine_cannot_be_compiled(
     assert "the engine is not compiled" in capfd.readouterr().err
     assert compiled(root) == set()
     assert imported(root) == ["42", "py"]
+
+
+def test_no_compiled_module_has_coroutines() -> None:
+    """Since Python 3.12 they cause a warning when a call is cancelled: `service/engine/sequences/reader.py`."""
+    sources = hatch_build.engine_sources(Path(hatch_build.__file__).parent)
+    assert sources
+    nodes = [(path, node) for path in sources for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
+    assert not [path for path, node in nodes if isinstance(node, ast.AsyncFunctionDef)]
