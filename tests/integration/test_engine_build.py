@@ -53,9 +53,12 @@ def test_engine_is_compiled_once_and_again_after_a_change(root: Path) -> None:
     built_ns = library.stat().st_mtime_ns
     assert hatch_build.compile_engine(root) == library
     assert library.stat().st_mtime_ns == built_ns
+    of_another_python = library.with_name("antiphon_engine__mypyc.cpython-99-x86_64-linux-gnu.so")
+    of_another_python.touch()
     (root / "service" / "engine" / "two.py").unlink()
     assert hatch_build.compile_engine(root) == library
     assert compiled(root) == {"one"}
+    assert of_another_python.exists()
 
 
 def test_sources_run_where_the_engine_cannot_be_compiled(
