@@ -18,6 +18,12 @@ BROWSER := build/browser
 # Triton and onnxruntime-gpu, for operators of GPUs. No card is needed.
 CUDA := .venv-cuda
 
+# Versions of Python that the service is tested with, beside that of .venv, each in an environment .venv-VERSION.
+PYTHONS = $(filter-out $(shell $(BIN)/python -c 'import sys; print("%d.%d" % sys.version_info[:2])'),3.11 3.12 3.13 3.14)
+# Unit tests of the service and of its clients, without those that need packages for training.
+SERVICE_TESTS := $(addprefix tests/unit/,calls observability protocols security server engine/test_stream.py \
+	$(addprefix client/test_,client.py connection.py many.py))
+
 # Number of processes that run tests in parallel. Each loads models and needs about 2 GB of memory.
 JOBS ?= 2
 
@@ -34,7 +40,7 @@ endif
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup serve play play-pictures watch test test-cuda cuda-tools kernels gpu-bench oip-clients deploy-tools browser soak sanitize reliability crowd endurance abuse \
+.PHONY: help setup serve play play-pictures watch test test-cuda test-pythons cuda-tools kernels gpu-bench oip-clients deploy-tools browser soak sanitize reliability crowd endurance abuse \
 	overload faults balancing balancing-bench fuzz lint stubs wheel image image-base image-check alerts-check lock clean
 
 help: ## Show this list.
@@ -54,11 +60,19 @@ watch: setup ## Serve, with Prometheus and alerts, without containers. ARGS="--p
 test: lint oip-clients deploy-tools browser ## Run lint, types and all tests. ARGS="-k scheduler" passes options to pytest.
 	@echo "==> pytest"
 	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
-	@$(if $(ARGS),,$(MAKE) --no-print-directory test-cuda)
+	@$(if $(ARGS),,$(MAKE) --no-print-directory test-pythons test-cuda)
 
 test-cuda: cuda-tools ## Test the operators for GPUs in Triton's interpreter, without a card. ARGS="-k sample"
 	@echo "==> pytest tests/cuda"
 	@PYTHONPATH=protos:. $(CUDA)/bin/python -m pytest -n $(JOBS) --dist loadfile tests/cuda $(ARGS)
+
+# A version whose interpreter or packages are missing is printed and left out.
+test-pythons: $(VENV)/.installed ## Test the service with every other Python from 3.11 to 3.14 that PATH has. ARGS="-k cancel"
+	@set -e; for python in $$(requirements/pythons.sh $(PYTHONS)); do \
+		echo "==> pytest with $$($$python --version)"; \
+		PYTHONPATH=protos:. $$python -m pytest -n $(JOBS) --dist loadfile $(SERVICE_TESTS) \
+			--ignore tests/unit/server/test_memory.py $(ARGS); \
+	done
 
 cuda-tools: $(CUDA)/.installed ## Create .venv-cuda: Triton and onnxruntime-gpu, for test-cuda and kernels. 1 GB.
 
@@ -155,6 +169,8 @@ lock: $(VENV)/.created ## Resolve versions and hashes again, and keep locked one
 	@$(UV_COMPILE) pyproject.toml $(UV_EXTRAS) --extra train --extra dev --output-file requirements/test.lock $(ARGS)
 	@$(UV_COMPILE) pyproject.toml $(UV_EXTRAS) --constraint requirements/test.lock \
 		--output-file requirements/serve.lock $(ARGS)
+	@$(UV_COMPILE) pyproject.toml requirements/pythons.in --group build --extra server --extra trace \
+		--constraint requirements/test.lock --output-file requirements/pythons.lock $(ARGS)
 	@$(UV_COMPILE) --group build --constraint requirements/test.lock --output-file requirements/build.lock $(ARGS)
 	@$(UV_COMPILE) pyproject.toml --extra server $(UV_IMAGE) --output-file requirements/image.lock $(ARGS)
 	@$(UV_COMPILE) pyproject.toml --extra gpu $(UV_IMAGE) --output-file requirements/image-cuda.lock $(ARGS)
@@ -168,7 +184,7 @@ lock: $(VENV)/.created ## Resolve versions and hashes again, and keep locked one
 		--output-file requirements/kernels.lock $(ARGS)
 
 clean: ## Remove .venv and all build results.
-	rm -rf $(VENV) $(OIP_CLIENTS) $(DEPLOY) $(CUDA) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OIP_CLIENTS) $(DEPLOY) $(CUDA) .venv-3.* build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find model/ops service/engine protos -name '*.so' -delete
 	find protos -name '*_pb2*.py' -delete -o -name '*_pb2*.pyi' -delete
 

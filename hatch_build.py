@@ -1,7 +1,8 @@
 """Builds protobuf stubs, the native library and the engine, for the wheel, the editable install and `make stubs`.
 
 All are written beside their sources, where the checkout imports them from, and are never committed. Run as a
-script it builds them in place. Knows nothing of the Makefile, and imports nothing of antiphon.
+script it builds them in place; with the argument "engine" only the engine, which depends on the version of Python.
+Knows nothing of the Makefile, and imports nothing of antiphon.
 """
 
 from __future__ import annotations
@@ -44,10 +45,11 @@ INSTRUCTION_SETS = {
 # Modules that mypyc compiles: the interpreter otherwise takes half of the engine's time for small models. Where a
 # module was not compiled, Python runs its source, with equal results.
 ENGINE = Path("service/engine")
-# Copies objects through their __dict__, which compiled ones do not have.
-_NOT_COMPILED = ENGINE / "constraints"
+# The first copies objects through their __dict__, which compiled ones do not have; the second is a coroutine.
+_NOT_COMPILED = (ENGINE / "constraints", ENGINE / "sequences" / "reader.py")
 # mypyc puts the code of all modules into one library, which each module's own file loads by this name.
 _ENGINE_LIBRARY = "antiphon_engine"
+# Names this version of Python: the results for several versions are kept beside each other.
 _SUFFIX = str(sysconfig.get_config_var("EXT_SUFFIX"))
 # Run by another interpreter, because mypyc compiles in the working directory. Arguments: name of the library, modules.
 # mypyc makes every warning of the C compiler an error.
@@ -87,6 +89,7 @@ class NativeBuildHook(BuildHookInterface[Any]):
             build_data["tag"] = f"{_python_tag() if engine is not None else 'py3-none'}-{_platform_tag()}"
         # An editable install finds the library in the checkout; a copy beside it would hide later builds.
         if engine is not None and version != "editable":
+            build_data["artifacts"].append(f"/{ENGINE}/**/*{_SUFFIX}")
             build_data["force_include"][str(engine)] = engine.name
 
 
@@ -131,17 +134,16 @@ def compile_native(root: Path, library: Path = NATIVE_LIBRARY, flags: Sequence[s
 
 
 def compile_engine(root: Path) -> Path | None:
-    """Compile the engine's modules in place, and return the library that they share; None if it cannot be compiled.
+    """Compile the engine's modules for this Python in place, and return the library that they share.
 
     Does nothing if nothing has changed. If mypyc, the headers of Python or a C compiler that takes the result are
-    missing, removes earlier results and prints what is missing.
+    missing, removes earlier results, prints what is missing and returns None.
     """
-    sources = [path for path in sorted((root / ENGINE).rglob("*.py")) if path.name != "__init__.py"]
-    sources = [path for path in sources if root / _NOT_COMPILED not in path.parents]
+    sources = engine_sources(root)
     library = root / PROTO_ROOT / f"{_ENGINE_LIBRARY}__mypyc{_SUFFIX}"
     if not sources or _is_compiled(sources, library, root):
         return library if sources else None
-    for old in (*(root / ENGINE).rglob("*.so"), *(root / PROTO_ROOT).glob(f"{_ENGINE_LIBRARY}*.so")):
+    for old in (*(root / ENGINE).rglob(f"*{_SUFFIX}"), *(root / PROTO_ROOT).glob(f"{_ENGINE_LIBRARY}*{_SUFFIX}")):
         old.unlink()
     try:
         _require_for_engine()
@@ -156,9 +158,16 @@ def compile_engine(root: Path) -> Path | None:
     return library
 
 
+def engine_sources(root: Path) -> list[Path]:
+    """Return the modules that `compile_engine` compiles."""
+    left_out = {root / path for path in _NOT_COMPILED}
+    modules = (path for path in sorted((root / ENGINE).rglob("*.py")) if path.name != "__init__.py")
+    return [path for path in modules if left_out.isdisjoint((path, *path.parents))]
+
+
 def _is_compiled(sources: Sequence[Path], library: Path, root: Path) -> bool:
     """Return whether the library is newer than all sources, and no module is left of a source that was removed."""
-    if not library.exists() or {_module(path) for path in sources} != set((root / ENGINE).rglob("*.so")):
+    if not library.exists() or {_module(path) for path in sources} != set((root / ENGINE).rglob(f"*{_SUFFIX}")):
         return False
     return all(path.stat().st_mtime < library.stat().st_mtime for path in (*sources, Path(__file__)))
 
@@ -223,8 +232,9 @@ def main() -> int:
     """Build in place; returns the exit status."""
     root = Path(__file__).resolve().parent
     try:
-        generate_stubs(root)
-        compile_native(root)
+        if sys.argv[1:] != ["engine"]:
+            generate_stubs(root)
+            compile_native(root)
         compile_engine(root)
     except BuildError as error:
         print(f"antiphon: {error}", file=sys.stderr)

@@ -6,6 +6,7 @@ import functools
 import importlib.util
 import os
 import signal
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -43,7 +44,7 @@ if importlib.util.find_spec("onnxscript"):
 def pytest_sessionstart() -> None:
     """Stop if a compiled module of the engine is older than its source, which would then not be tested."""
     engine = Path(__file__).parent.parent / "service" / "engine"
-    for compiled in engine.rglob("*.so"):
+    for compiled in engine.rglob(f"*{sysconfig.get_config_var('EXT_SUFFIX')}"):
         source = compiled.with_name(compiled.name.split(".")[0] + ".py")
         if not source.exists() or source.stat().st_mtime > compiled.stat().st_mtime:
             pytest.exit(f"{compiled.relative_to(engine.parent.parent)} is older than its source: make stubs", 2)

@@ -1,4 +1,4 @@
-"""Bytes that a server sends. gRPC does not pass load reports to applications, only to its load balancers."""
+"""Bytes that a server sends. gRPC shows applications neither load reports nor answers to pings."""
 
 from __future__ import annotations
 
@@ -10,14 +10,27 @@ from dataclasses import dataclass, field
 from xds.data.orca.v3.orca_load_report_pb2 import OrcaLoadReport
 
 _KEY = b"endpoint-load-metrics-bin"
+# The first bytes of a PING frame that answers another (RFC 9113, 6.7): length 8, type, flag ACK, stream 0.
+_PING_ANSWER = bytes((0, 0, 8, 6, 1, 0, 0, 0, 0))
 
 
 @dataclass(slots=True)
 class Tap:
-    """Relay in front of a server. target: address for clients. received: bytes that the server has sent so far."""
+    """Relay in front of a server.
+
+    target: address for clients. num_connections: from clients so far. received: bytes that the server has sent so far.
+    """
 
     target: str = ""
+    num_connections: int = 0
     received: bytearray = field(default_factory=bytearray)
+    arrived: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def wait_for_pings(self, number: int) -> None:
+        """Wait until the server has answered this number of pings in `received`."""
+        while self.received.count(_PING_ANSWER) < number:
+            self.arrived.clear()
+            await self.arrived.wait()
 
     def take_reports(self) -> list[OrcaLoadReport]:
         """Return the load reports received since the last call.
@@ -54,11 +67,13 @@ async def tapped(target: str) -> AsyncIterator[Tap]:
             while data := await reader.read(65536):
                 if kept is not None:
                     kept += data
+                    tap.arrived.set()
                 writer.write(data)
                 await writer.drain()
         writer.close()
 
     async def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        tap.num_connections += 1
         server_reader, server_writer = await asyncio.open_connection(host, int(port))
         writers.extend((writer, server_writer))
         relays.append(asyncio.ensure_future(pump(reader, server_writer, None)))

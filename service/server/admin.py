@@ -25,7 +25,7 @@ from antiphon.service.rpc.calls.method_handlers import handlers_of
 from antiphon.service.rpc.calls.rpc import Context, InFlight, Method
 from antiphon.service.rpc.calls.waits.client_waits import ClientWaits
 from antiphon.service.rpc.v1.models import Served
-from antiphon.service.server.listener import HANDSHAKE_OPTION, OTHER_PORT_CONNECTIONS
+from antiphon.service.server.listener import CLIENT_PING_OPTIONS, HANDSHAKE_OPTION, OTHER_PORT_CONNECTIONS
 from antiphon.service.server.models.control import Control
 from antiphon.service.server.models.memory import MemoryBudget
 from antiphon.service.server.models.model_settings import ModelName, ModelSettings
@@ -118,6 +118,7 @@ def build_admin_server(
         ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
         ("grpc.max_allowed_incoming_connections", OTHER_PORT_CONNECTIONS),
         HANDSHAKE_OPTION,
+        *CLIENT_PING_OPTIONS,
     ]
     server = grpc.aio.server(options=options, interceptors=interceptors)
     methods: dict[str, Method] = {

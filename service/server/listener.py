@@ -11,9 +11,6 @@ from antiphon.service.rpc.calls.connections.ports import PortError
 from antiphon.service.rpc.security.access_settings import AccessSettings
 from antiphon.service.rpc.security.port_certificates import HANDSHAKE_TIMEOUT_S, PortCertificates
 
-# A client may ping this often; gRPC's own default of 5 minutes drops clients behind a short-lived NAT.
-_MIN_CLIENT_PING_MS = 10_000
-
 # Time for the last bytes of calls that have ended, and for clients that watch the health.
 _CLOSE_GRACE_S = 0.5
 
@@ -32,17 +29,28 @@ _CORE_REFUSES_NOTHING: tuple[Option, ...] = (
 )
 HANDSHAKE_OPTION: Option = ("grpc.server_handshake_timeout_ms", HANDSHAKE_TIMEOUT_S * 1000)
 """Time for TLS and the first bytes of HTTP/2: a silent client holds a descriptor. gRPC's default is two minutes."""
+CLIENT_PING_OPTIONS: tuple[Option, ...] = (
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+)
+"""A silent client may ping every 10 s, with and without calls; one that pings more often is disconnected.
+
+gRPC's default of 5 minutes disconnects clients whose pings keep the entry of a NAT or find out that a server is gone.
+"""
 OTHER_PORT_CONNECTIONS = 64
 """Maximum number of connections to the probe port and to the admin port, which have a few clients each."""
 
-PROBE_OPTIONS: tuple[Option, ...] = (
-    ("grpc.so_reuseport", 0),
-    ("grpc.max_receive_message_length", 1024),
-    ("grpc.max_concurrent_streams", 16),
-    ("grpc.max_allowed_incoming_connections", OTHER_PORT_CONNECTIONS),
-    HANDSHAKE_OPTION,
-)
-"""Options of the probe port, which is open to all: a few concurrent probes, each with the name of a service."""
+
+def probe_options() -> list[Option]:
+    """Return the options of the probe port, which is open to all: a few concurrent probes with a service's name."""
+    return [
+        ("grpc.so_reuseport", 0),
+        ("grpc.max_receive_message_length", 1024),
+        ("grpc.max_concurrent_streams", 16),
+        ("grpc.max_allowed_incoming_connections", OTHER_PORT_CONNECTIONS),
+        HANDSHAKE_OPTION,
+        *CLIENT_PING_OPTIONS,
+    ]
 
 
 def channel_options(settings: AccessSettings, *, shares_port: bool = False) -> list[Option]:
@@ -66,9 +74,8 @@ def channel_options(settings: AccessSettings, *, shares_port: bool = False) -> l
         ("grpc.keepalive_timeout_ms", round(settings.keepalive_timeout_s * 1000)),
         # The timeout that gRPC really uses; without it, it is a minute regardless of the option above.
         ("grpc.http2.ping_timeout_ms", round(settings.keepalive_timeout_s * 1000)),
-        ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", _MIN_CLIENT_PING_MS),
         HANDSHAKE_OPTION,
+        *CLIENT_PING_OPTIONS,
         *((name, int(value)) for name, value in limits.items() if value is not None),
     ]
 

@@ -15,7 +15,7 @@ from antiphon.service.rpc.calls.probes import HealthServicer
 from antiphon.service.rpc.calls.waits.client_waits import ClientWaits
 from antiphon.service.server.access import Access
 from antiphon.service.server.admin import Admin, build_admin_server
-from antiphon.service.server.listener import PROBE_OPTIONS, listening
+from antiphon.service.server.listener import listening, probe_options
 from antiphon.service.server.settings import ServerConfig
 
 
@@ -44,7 +44,7 @@ async def probe_port(config: ServerConfig, health_servicer: HealthServicer) -> A
     if config.probe_port is None:
         yield None
         return
-    server = grpc.aio.server(options=PROBE_OPTIONS)
+    server = grpc.aio.server(options=probe_options())
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     async with listening(server, config.probe_host, config.probe_port, None) as port:
         yield port

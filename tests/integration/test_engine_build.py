@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
@@ -52,9 +53,12 @@ def test_engine_is_compiled_once_and_again_after_a_change(root: Path) -> None:
     built_ns = library.stat().st_mtime_ns
     assert hatch_build.compile_engine(root) == library
     assert library.stat().st_mtime_ns == built_ns
+    of_another_python = library.with_name("antiphon_engine__mypyc.cpython-99-x86_64-linux-gnu.so")
+    of_another_python.touch()
     (root / "service" / "engine" / "two.py").unlink()
     assert hatch_build.compile_engine(root) == library
     assert compiled(root) == {"one"}
+    assert of_another_python.exists()
 
 
 def test_sources_run_where_the_engine_cannot_be_compiled(
@@ -65,3 +69,11 @@ def test_sources_run_where_the_engine_cannot_be_compiled(
     assert "the engine is not compiled" in capfd.readouterr().err
     assert compiled(root) == set()
     assert imported(root) == ["42", "py"]
+
+
+def test_no_compiled_module_has_coroutines() -> None:
+    """Since Python 3.12 they cause a warning when a call is cancelled: `service/engine/sequences/reader.py`."""
+    sources = hatch_build.engine_sources(Path(hatch_build.__file__).parent)
+    assert sources
+    nodes = [(path, node) for path in sources for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
+    assert not [path for path, node in nodes if isinstance(node, ast.AsyncFunctionDef)]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-LOCKS = ("serve.lock", "test.lock", "oip-clients.lock", "build.lock", "image.lock")
+LOCKS = ("serve.lock", "test.lock", "pythons.lock", "oip-clients.lock", "build.lock", "image.lock")
 SERVING = ("onnxruntime", "numpy", "tokenizers", "pydantic", "prometheus_client", "uvloop", "torch", "transformers")
 
 

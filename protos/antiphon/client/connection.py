@@ -35,6 +35,8 @@ _LOOPBACK = ("127.", "localhost", "[::1]", "::1")
 _MOST_ATTEMPTS = 5
 # A call whose backoff rounds to nothing hangs until its deadline (grpc/grpc#41036; 28 of 60 calls at 1 ms, 1.85.1).
 _LEAST_BACKOFF_S = 0.01
+# A server disconnects clients that ping more often.
+_LEAST_KEEPALIVE_S = 10
 _KEEPALIVE_TIMEOUT_MS = 20_000
 # gRPC itself answers CANCELLED to a call that reaches a server while it closes, before a handler has started. A call
 # that its own client cancels has ended and is not retried.
@@ -120,8 +122,8 @@ class Connection:
             raise ValueError(
                 f"load_balancing is {self.load_balancing!r}; it must be one of {', '.join(_LOAD_BALANCING)}"
             )
-        if self.keepalive_s is not None:  # servers close a connection with more than one ping in 10 s
-            _check("keepalive_s", self.keepalive_s, 10, 86_400)
+        if self.keepalive_s is not None:
+            _check("keepalive_s", self.keepalive_s, _LEAST_KEEPALIVE_S, 86_400)
         if self.max_reconnect_s is not None:  # the range of gRPC's own setting
             _check("max_reconnect_s", self.max_reconnect_s, 0.1, 86_400)
 
@@ -185,6 +187,8 @@ class Connection:
             options.append(("grpc.keepalive_time_ms", round(self.keepalive_s * 1000)))
             # The effective timeout of a ping; without it gRPC waits a minute and ignores keepalive_timeout_ms.
             options.append(("grpc.http2.ping_timeout_ms", _KEEPALIVE_TIMEOUT_MS))
+            # Otherwise gRPC pings a silent server twice, and then once a minute.
+            options.append(("grpc.http2.max_pings_without_data", 0))
         if self.max_reconnect_s is not None:
             longest_ms = round(self.max_reconnect_s * 1000)
             options += [

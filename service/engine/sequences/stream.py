@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from collections.abc import Sequence as SequenceABC
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 from antiphon.service.domain.cancellation import CancelCause
 from antiphon.service.domain.request import FinishReason, TokenEvent, TokenLogprob
+from antiphon.service.engine.sequences.reader import read_when
 
 Item = int | TokenLogprob
 """A new token: its id, or its id with log-probabilities if the request asks for them."""
@@ -74,16 +75,14 @@ class OutputStream:
     def __aiter__(self) -> OutputStream:
         return self
 
-    async def __anext__(self) -> TokenEvent:
+    def __anext__(self) -> Coroutine[Any, Any, TokenEvent]:
         """Return the next merged event of any output."""
         if self._is_exhausted:
             raise StopAsyncIteration
         self._wants_tokens = True
-        while not (self._finals or (self._is_due and self._has_pending())):
-            await self._wait()
-        return self._take_final() if self._finals else self._take_tokens()
+        return read_when(self._is_readable, self._arrival, self._take_next)
 
-    async def collect(self) -> tuple[TokenEvent, ...]:
+    def collect(self) -> Coroutine[Any, Any, tuple[TokenEvent, ...]]:
         """Wait for the end. Return the terminal event of each output, by index, with every token not yet read.
 
         Wakes once. After an error, returns its event alone. Raises StopAsyncIteration if the last event has been read.
@@ -91,11 +90,7 @@ class OutputStream:
         if self._is_exhausted:
             raise StopAsyncIteration
         self._wants_tokens = False
-        while not self._is_ended:
-            await self._wait()
-        if self._finals[-1].error is not None:
-            self._finals = deque((self._finals[-1],))
-        return tuple(sorted((self._take_final() for _ in range(len(self._finals))), key=lambda e: e.output_index))
+        return read_when(lambda: self._is_ended, self._arrival, lambda: tuple(self._take_finals()))
 
     def listen(self, on_readable: Callable[[], None], *, wants_tokens: bool) -> None:
         """Call on_readable once `take` has something to return; after each `take`, once more.
@@ -110,9 +105,7 @@ class OutputStream:
 
         Before them come unread tokens of other outputs, merged.
         """
-        if self._is_ended and self._finals[-1].error is not None:
-            self._finals = deque((self._finals[-1],))
-        finals = sorted((self._take_final() for _ in range(len(self._finals))), key=lambda e: e.output_index)
+        finals = self._take_finals()
         tokens = []
         while self._wants_tokens and not self._is_exhausted and self._has_pending():
             tokens.append(self._take_tokens())
@@ -153,20 +146,28 @@ class OutputStream:
     def _has_pending(self) -> bool:
         return bool(self._first) or (len(self._pending) > 1 and any(self._pending.values()))
 
-    async def _wait(self) -> None:
+    def _is_readable(self) -> bool:
+        return bool(self._finals) or (self._is_due and self._has_pending())
+
+    def _arrival(self) -> asyncio.Future[None]:
         self._reader = self.loop.create_future()
-        try:
-            await self._reader
-        finally:
-            self._reader = None
+        return self._reader
 
     def _wake(self) -> None:
-        if self._reader is not None:
-            if not self._reader.done():
-                self._reader.set_result(None)
+        reader, self._reader = self._reader, None
+        if reader is not None and not reader.done():
+            reader.set_result(None)
         elif self._on_readable is not None and not self._is_announced:
             self._is_announced = True
             self._on_readable()
+
+    def _take_next(self) -> TokenEvent:
+        return self._take_final() if self._finals else self._take_tokens()
+
+    def _take_finals(self) -> list[TokenEvent]:
+        if self._is_ended and self._finals[-1].error is not None:
+            self._finals = deque((self._finals[-1],))
+        return sorted((self._take_final() for _ in range(len(self._finals))), key=lambda e: e.output_index)
 
     def _take_final(self) -> TokenEvent:
         event = self._finals.popleft()

@@ -40,7 +40,7 @@ def failure_of(call: Call, context: Context, error: BaseException) -> tuple[grpc
     if not isinstance(error, AntiphonError):
         log.error("%s failed", call.method, extra={"fields": {"exception": where_of(error)}})
         error = EngineFault("the server failed; its log says why")
-    _forget_frames(error)  # the error outlives the call, as a part of its record
+    forget_frames(error)  # the error outlives the call, as a part of its record
     call.error = error
     code, message, metadata = status_of(error)
     call.code = code.name
@@ -58,7 +58,7 @@ async def abort(call: Call, context: Context, code: grpc.StatusCode, message: st
         async with asyncio.timeout(_STATUS_PATIENCE_S):
             await context.abort(code, message, metadata)
     except grpc.aio.AbortError as aborted:
-        asyncio.get_running_loop().call_soon(_forget_frames, aborted)  # gRPC keeps the exception
+        asyncio.get_running_loop().call_soon(forget_frames, aborted)  # gRPC keeps the exception
         raise
     except TimeoutError:
         cancel_call(context, code, message)
@@ -76,7 +76,7 @@ def code_of(context: Context) -> str:
     return next((known.name for known in grpc.StatusCode if known.value[0] == code), "UNKNOWN")
 
 
-def _forget_frames(error: BaseException | None) -> None:
+def forget_frames(error: BaseException | None) -> None:
     """Drop the frames of an error and of its causes: they reference the request and the context of the call."""
     while error is not None:
         error.__traceback__ = None

@@ -11,6 +11,7 @@ from antiphon.service.domain.errors import AntiphonError, InvalidArgument, SlowR
 from antiphon.service.observability.call import Call, current_call, enter_call
 from antiphon.service.rpc.calls.rpc import Context, InFlight
 from antiphon.service.rpc.calls.status.deadline import TimeLimited, remaining_s
+from antiphon.service.rpc.calls.status.ending import forget_frames
 from antiphon.service.rpc.v1.answers.pacing import Pacing
 from antiphon.service.rpc.v1.answers.reading import cause_of_leaving
 from antiphon.service.rpc.v1.many.open_request import OpenRequest
@@ -100,7 +101,8 @@ class Conversation:
             one.submitted = submitted = await self._submitted(one, given)
             submitted.stream.listen(lambda: self._outbox.put(one), wants_tokens=not one.is_whole)
         except AntiphonError as error:
-            one.error = error.with_traceback(None)  # its frames refer to the request
+            forget_frames(error)
+            one.error = error
             self._outbox.put(one)
         except asyncio.CancelledError:
             self._outbox.put(one)

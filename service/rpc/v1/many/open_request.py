@@ -11,6 +11,7 @@ from antiphon.service.domain.cancellation import CancelCause
 from antiphon.service.domain.errors import AntiphonError, InvalidArgument, QueueFull
 from antiphon.service.domain.request import FinishReason, TokenEvent
 from antiphon.service.observability.call import Call
+from antiphon.service.rpc.calls.status.ending import forget_frames
 from antiphon.service.rpc.calls.status.refusal import pushback_ms
 from antiphon.service.rpc.v1.answers.answers import Answer
 from antiphon.service.rpc.v1.submission import Submitted
@@ -65,8 +66,8 @@ class OpenRequest:
         return is_last
 
     def _fail(self, response: pb.GenerateManyResponse, error: AntiphonError) -> bool:
-        # Without its frames, which refer to this request.
-        self.call.code, self.call.error = error.status.name, error.with_traceback(None)
+        forget_frames(error)
+        self.call.code, self.call.error = error.status.name, error
         response.answers.add(id=self.id, failure=_failure(error))
         return True
 
