@@ -10,7 +10,6 @@ from typing import Any
 
 import grpc.aio
 import pytest
-from grpc_health.v1 import health
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
 from grpc_reflection.v1alpha.reflection_pb2_grpc import ServerReflectionStub
@@ -56,7 +55,7 @@ async def main_port() -> AsyncIterator[str]:
 
 @contextlib.asynccontextmanager
 async def probe_port() -> AsyncIterator[str]:
-    servicer = health.aio.HealthServicer()
+    servicer = HealthServicer()
     await servicer.set("", HealthCheckResponse.SERVING)
     async with side_ports.probe_port(ServerConfig(probe_port=0), servicer) as port:
         yield f"127.0.0.1:{port}"
