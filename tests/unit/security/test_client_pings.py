@@ -18,6 +18,7 @@ from prometheus_client import CollectorRegistry
 from antiphon.client import AsyncClient, Connection, Generation, connection
 from antiphon.service.observability.metrics.metric_families import MetricFamilies
 from antiphon.service.observability.telemetry import Telemetry
+from antiphon.service.rpc.calls.probes import HealthServicer
 from antiphon.service.rpc.security.file_metrics import FileMetrics
 from antiphon.service.server import admin, listener, side_ports
 from antiphon.service.server.access import Access
