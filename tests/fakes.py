@@ -104,6 +104,7 @@ class FakeRunner:
         self.encoded: list[list[tuple[int, ...]]] = []
         self.decoded_rows: list[int] = []
         self.decoded_tokens: list[int] = []
+        self.num_cache_frees = 0
         self._cells = _Cells(self.num_blocks, block_size)
 
     def sibling(self) -> FakeRunner:
@@ -166,6 +167,10 @@ class FakeRunner:
                 if (held := np.flatnonzero(picks == index)).size:
                     logits[held] = self.logits_after(source, history)
         return sample(logits, batch.sampling, batch.positions[picks])
+
+    def free_cache(self) -> None:
+        self.num_cache_frees += 1
+        self._cells.clear()
 
     def copy_blocks(self, sources: NDArray[np.int32], targets: NDArray[np.int32]) -> None:
         _require(len(sources) == len(targets) == len(set(targets.tolist())), f"blocks copied to {targets.tolist()}")
@@ -284,6 +289,10 @@ class _Cells:
         self._tokens[cell] = token_id
         self._marks[cell] = mark = _mark(mark, token_id)
         return mark
+
+    def clear(self) -> None:
+        self._tokens.fill(-1)
+        self._marks.fill(0)
 
     def copy(self, sources: NDArray[np.int32], targets: NDArray[np.int32]) -> None:
         for array in (self._tokens, self._marks):

@@ -33,6 +33,9 @@ class _ModelLimits:
         self.lowering = graphs.lowering
         self.precision = graphs.precision
 
+    def free_cache(self) -> None:
+        """Do nothing: without a cache, or with one in the memory of a GPU, there is nothing to return."""
+
 
 class DecodingModel(_ModelLimits):
     """Facts of an encoder-decoder or a decoder-only model. It has no heads."""

@@ -20,7 +20,7 @@ from antiphon.model.ops.workspace import Workspace
 from antiphon.service.runtime.model_limits import DecodingModel
 from antiphon.service.runtime.native_decoder import NativeDecoder
 from antiphon.service.runtime.native_encoder import NativeEncoder
-from antiphon.service.runtime.reserve import reserve
+from antiphon.service.runtime.reserve import free, reserve
 from antiphon.service.runtime.runner import DecodeBatch, EncodeReport, Samples
 
 
@@ -84,6 +84,10 @@ class NativeRunner(DecodingModel):
         position and block.
         """
         return self._decoder.run(batch)
+
+    def free_cache(self) -> None:
+        """Return the pages of the pool to the system; all blocks are zero then."""
+        free(self.cache)
 
     def copy_blocks(self, sources: NDArray[np.int32], targets: NDArray[np.int32]) -> None:
         """Copy blocks of the pool. Raises ValueError for a block outside it."""

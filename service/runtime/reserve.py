@@ -27,3 +27,13 @@ def reserve(shape: Sequence[int], dtype: np.dtype[Any], what: str) -> NDArray[An
     with suppress(OSError):  # without huge pages serving works too, a little slower
         pages.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(pages, dtype).reshape(shape)
+
+
+def free(reserved: NDArray[Any]) -> None:
+    """Return the pages of a reserved array to the system: its entries are zero again. Frees no other array."""
+    owner: Any = reserved
+    while isinstance(owner, np.ndarray):
+        owner = owner.base
+    pages = owner.obj if isinstance(owner, memoryview) else owner
+    if isinstance(pages, mmap.mmap):
+        pages.madvise(mmap.MADV_DONTNEED)

@@ -163,5 +163,8 @@ class Runner(Protocol):
         Several rows may read the same blocks.
         """
 
+    def free_cache(self) -> None:
+        """Return memory of the cache to the system, if that is possible. The content of all blocks is lost."""
+
     def copy_blocks(self, sources: NDArray[np.int32], targets: NDArray[np.int32]) -> None:
         """Copy the content of block sources[i] to block targets[i], for all layers. No block is in both lists."""

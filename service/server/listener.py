@@ -16,14 +16,13 @@ _CLOSE_GRACE_S = 0.5
 
 Option = tuple[str, int]
 
-_MAX_INT = 2**31 - 1
 _MAX_UNACCEPTED_S = 24 * 3600
+UNREAD_REQUEST_BYTES = 16_384
+"""Bytes of a request that wait in core until the server reads it. gRPC's default is 64 KiB."""
 # Turns off core's own refusals: they happen before any of our code, without retry delay and without metrics. The first
-# counts ended streams that are not freed yet, so it refuses clients within the limit; the others drop random calls.
+# counts ended streams that are not freed yet, so it refuses clients within the limit.
 _CORE_REFUSES_NOTHING: tuple[Option, ...] = (
     ("grpc.http.overload_protection", 0),
-    ("grpc.server.max_pending_requests", _MAX_INT),
-    ("grpc.server.max_pending_requests_hard_limit", _MAX_INT),
     # Core cancels calls that the event loop has not accepted after this time, 30 s by default.
     ("grpc.server_max_unrequested_time_in_server", _MAX_UNACCEPTED_S),
 )
@@ -55,6 +54,7 @@ def probe_options() -> list[Option]:
 
 def channel_options(settings: AccessSettings, *, shares_port: bool = False) -> list[Option]:
     """Return the gRPC options of the gRPC port. shares_port: other processes listen on it too."""
+    num_unaccepted = max_unaccepted_calls(settings.max_concurrent_rpcs)
     limits: dict[str, float | None] = {
         "grpc.max_send_message_length": settings.max_response_bytes,
         "grpc.max_allowed_incoming_connections": settings.max_connections,
@@ -67,6 +67,14 @@ def channel_options(settings: AccessSettings, *, shares_port: bool = False) -> l
         ("grpc.max_receive_message_length", settings.max_message_bytes),
         ("grpc.max_concurrent_streams", settings.max_concurrent_streams),
         *_CORE_REFUSES_NOTHING,
+        # A client may send this much of a request that the server has not begun to read, and no more: without probes of
+        # the bandwidth core keeps to it. Then the window is that of the whole message.
+        ("grpc.http2.lookahead_bytes", UNREAD_REQUEST_BYTES),
+        ("grpc.http2.bdp_probe", 0),
+        # A call that waits for the event loop takes 14 KB even after its client has reset it, and clients can make
+        # 50,000 a second. Core cancels those beyond a limit; between two different limits it would choose at random.
+        ("grpc.server.max_pending_requests", num_unaccepted),
+        ("grpc.server.max_pending_requests_hard_limit", num_unaccepted),
         # Between these two limits gRPC refuses calls at random. Equal limits make the refusal deterministic.
         ("grpc.max_metadata_size", settings.max_metadata_bytes),
         ("grpc.absolute_max_metadata_size", settings.max_metadata_bytes),
@@ -78,6 +86,11 @@ def channel_options(settings: AccessSettings, *, shares_port: bool = False) -> l
         *CLIENT_PING_OPTIONS,
         *((name, int(value)) for name, value in limits.items() if value is not None),
     ]
+
+
+def max_unaccepted_calls(max_concurrent_rpcs: int) -> int:
+    """Return the limit on the calls that wait for the event loop, which then refuses those beyond its own limit."""
+    return max(4096, max_concurrent_rpcs + max_concurrent_rpcs // 2)
 
 
 async def open_port(server: grpc.aio.Server, host: str, port: int, certificates: PortCertificates | None) -> int:

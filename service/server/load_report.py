@@ -136,7 +136,7 @@ class LoadServicer:
         if interval_s < 0:
             raise InvalidArgument("report_interval", f"{interval_s} s", "0 s or more")
         while True:
-            await context.write(OrcaLoadReport.FromString(self._reports.packed()))
+            await context.write(self._reports.packed())
             await asyncio.sleep(max(interval_s, self._min_interval_s))
 
 

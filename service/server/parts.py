@@ -51,7 +51,7 @@ from antiphon.service.server.settings import ServerConfig
 from antiphon.service.server.watchdog import LoopLag, Watchdog
 
 # Memory for incomplete requests of the largest size, and the smallest limit on their number.
-_MAX_INCOMPLETE_BYTES = 256 << 20
+MAX_INCOMPLETE_BYTES = 64 << 20
 _MIN_INCOMPLETE_REQUESTS = 16
 SERVICES = (SERVICE_NAME, oip.SERVICE_NAME)
 """Services whose readiness the health service reports, in addition to the server's own."""
@@ -120,7 +120,8 @@ class Parts:
         watchdog = Watchdog(self.control.models, self.probes, self.config.watchdog_timeout_s)
         connections = ConnectionWatch(self.config.max_connections, num_open_files)
         families.watch_loop(lambda: lag.lag_s)
-        freeing = FreeMemory(ResidentMemory().num_bytes)
+        models = self.control.models
+        freeing = FreeMemory(ResidentMemory().num_bytes, engines=lambda: [served.engine for served in models])
         families.watch_connections(lambda: connections.is_full)
         async with running_in_background(watchdog.run(), lag.run(), connections.run(), freeing.run()):
             yield
@@ -183,7 +184,7 @@ def build_waits(config: ServerConfig, families: MetricFamilies) -> ClientWaits:
     limits = WaitLimits(
         request_timeout_s=config.request_timeout_s,
         answer_timeout_s=config.slow_reader_timeout_s,
-        max_requests=max(_MIN_INCOMPLETE_REQUESTS, _MAX_INCOMPLETE_BYTES // config.max_message_bytes),
+        max_requests=max(_MIN_INCOMPLETE_REQUESTS, MAX_INCOMPLETE_BYTES // config.max_message_bytes),
         max_unsent_bytes=config.max_unsent_bytes,
     )
     waits = ClientWaits(limits, metrics.given_up)

@@ -92,13 +92,14 @@ async def _rotating(issuer: Issuer | None, interval_s: float) -> AsyncIterator[N
 
 
 def _table(figures: dict[str, Any]) -> str:
-    columns = ("rounds", "honest_calls", "p50_ms", "p99_ms", "max_ms", "peak_mb")
+    columns = ("rounds", "honest_calls", "p50_ms", "p99_ms", "max_ms", "peak_mb", "rest_mb")
     width = max((len(name) for name in figures["by_attack"]), default=10)
     lines = [" ".join([f"{'attack':{width}}", *(f"{column:>12}" for column in columns), "ends"])]
     for name, row in figures["by_attack"].items():
         ends = ", ".join(f"{end} {number}" for end, number in row["ends"].items())
         lines.append(" ".join([f"{name:{width}}", *(f"{row[column]:>12}" for column in columns), ends]))
-    total = ", ".join(f"{name} {figures[name]}" for name in ("attacks", "honest_calls", "max_ms", "growth_percent"))
+    names = ("attacks", "honest_calls", "max_ms", "peak_mb", "sized_mb", "growth_percent")
+    total = ", ".join(f"{name} {figures[name]}" for name in names)
     return "\n".join([*lines, total])
 
 

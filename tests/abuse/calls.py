@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+from grpc_reflection.v1alpha import reflection_pb2
+
 from antiphon.v1 import inference_pb2 as pb
 
 SERVICE = "antiphon.v1.InferenceService"
@@ -41,6 +43,13 @@ STREAM = Call(
         text="Stop!", options=pb.GenerateOptions(max_new_tokens=8, ignore_eos=True)
     ).SerializeToString(),
 )
+# The answer has 256 tokens, and 20 alternatives for each: 55 KB in messages, and 800 KB as Python objects.
+HEAVY_STREAM = Call(
+    method=f"{SERVICE}/Generate",
+    message=pb.GenerateRequest(
+        text="Stop!", options=pb.GenerateOptions(max_new_tokens=256, ignore_eos=True, num_logprobs=20)
+    ).SerializeToString(),
+)
 _NUM_OF_MANY = 8
 MANY = Call(
     method=f"{SERVICE}/GenerateMany",
@@ -52,7 +61,24 @@ MANY = Call(
     ).SerializeToString(),
     num_requests=_NUM_OF_MANY,
 )
+_NUM_OF_HEAVY_MANY = 64
+_HEAVY_REQUEST = pb.GenerateRequest.FromString(HEAVY_STREAM.message)
+HEAVY_MANY = Call(
+    method=f"{SERVICE}/GenerateMany",
+    message=pb.GenerateManyRequest(
+        requests=[
+            pb.ManyRequest(id=number, is_whole=number % 2 == 1, request=_HEAVY_REQUEST)
+            for number in range(_NUM_OF_HEAVY_MANY)
+        ]
+    ).SerializeToString(),
+    num_requests=_NUM_OF_HEAVY_MANY,
+)
 HEALTH_METHOD = "grpc.health.v1.Health/Check"
 REFLECTION_METHOD = "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+# The answer has the descriptors of all types of the service: 60 KB.
+REFLECTION = Call(
+    method=REFLECTION_METHOD,
+    message=reflection_pb2.ServerReflectionRequest(file_containing_symbol=SERVICE).SerializeToString(),
+)
 UNKNOWN_METHOD = f"{SERVICE}/NoSuchMethod"
 UNKNOWN_SERVICE_METHOD = "nobody.Nothing/Nothing"

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import random
 import statistics
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,14 +16,12 @@ from tests.abuse.attacker import attack_from_elsewhere
 from tests.abuse.attacks import attacks
 from tests.abuse.honest import Honest
 from tests.abuse.identities import Identities
-from tests.abuse.trial import Outcome, attacked
+from tests.abuse.trial import Outcome, attacked, sized_bytes
 from tests.integration.process import ServerProcess
 from tests.reliability.asking import Texts
-from tests.reliability.footprint import footprint
 
 MAX_LATENCY_S = 2.0
 MAX_GROWTH = 0.02
-SAMPLE_S = 0.25
 KEPT = 20
 """Complaints of one attack that are kept."""
 
@@ -42,23 +38,25 @@ class Plan:
 
 @dataclass(kw_only=True, slots=True)
 class Row:
-    """Results of all rounds of one attack."""
+    """Results of all rounds of one attack. rest_bytes: memory of the idle server after the last one."""
 
     rounds: int = 0
     ends: Counter[str] = field(default_factory=Counter)
     latencies_s: list[float] = field(default_factory=list)
     honest_calls: int = 0
     peak_bytes: int = 0
+    rest_bytes: int = 0
     complaints: list[str] = field(default_factory=list)
 
-    def add(self, outcome: Outcome, peak_bytes: int) -> None:
+    def add(self, outcome: Outcome) -> None:
         """Add one round."""
         self.rounds += 1
         self.ends += outcome.sent.ends
         self.latencies_s += outcome.honest.latencies_s
         self.honest_calls += outcome.honest.sent.total()
-        self.peak_bytes = max(self.peak_bytes, peak_bytes)
-        found = outcome.complaints() + (outcome.growth_complaints() if self.rounds > 1 else [])
+        self.peak_bytes = max(self.peak_bytes, outcome.peak_bytes)
+        self.rest_bytes = outcome.resident_after
+        found = outcome.complaints() + outcome.growth_complaints()
         slowest_s = max(outcome.honest.latencies_s, default=0.0)
         if slowest_s > MAX_LATENCY_S:
             found.append(f"an honest call took {slowest_s:.2f} s, at most {MAX_LATENCY_S:g} s are promised")
@@ -74,6 +72,7 @@ class Row:
             "p99_ms": round(1000 * latencies[len(latencies) * 99 // 100], 1),
             "max_ms": round(1000 * latencies[-1], 1),
             "peak_mb": round(self.peak_bytes / 1e6, 1),
+            "rest_mb": round(self.rest_bytes / 1e6, 1),
             "ends": dict(self.ends.most_common(8)),
             "complaints": self.complaints,
         }
@@ -103,14 +102,12 @@ class Campaign:
     async def _attack(self, name: str) -> None:
         connection = Connection() if self.identities is None else self.identities.honest
         honest = Honest(target=self.server.target, expected=self.expected, connection=connection)
-        row, peak = self.rows.setdefault(name, Row()), [0]
-        async with _sampled(self.server, peak):
-            outcome = await attacked(
-                self.server,
-                honest,
-                lambda: attack_from_elsewhere(name, self.server.port, self.plan.size, self.identities),
-            )
-        row.add(outcome, peak[0])
+        outcome = await attacked(
+            self.server,
+            honest,
+            lambda: attack_from_elsewhere(name, self.server.port, self.plan.size, self.identities),
+        )
+        self.rows.setdefault(name, Row()).add(outcome)
         self.rests.append(outcome.resident_after)
 
     def figures(self) -> dict[str, Any]:
@@ -120,6 +117,8 @@ class Campaign:
             "honest_calls": sum(row.honest_calls for row in self.rows.values()),
             "max_ms": max((row.figures()["max_ms"] for row in self.rows.values()), default=0.0),
             "resident_at_rest_mb": [round(held / 1e6, 1) for held in self.rests],
+            "peak_mb": max((row.figures()["peak_mb"] for row in self.rows.values()), default=0.0),
+            "sized_mb": round(sized_bytes() / 1e6, 1),
             "growth_percent": round(100 * growth(self.rests), 2),
             "by_attack": {name: row.figures() for name, row in sorted(self.rows.items())},
         }
@@ -138,20 +137,3 @@ def growth(rests: Sequence[int]) -> float:
     if len(rests) < 3:
         return 0.0
     return statistics.median(rests[-part:]) / statistics.median(rests[part : 2 * part]) - 1
-
-
-@contextlib.asynccontextmanager
-async def _sampled(server: ServerProcess, peak: list[int]) -> AsyncIterator[None]:
-    """Store the maximum of sampled resident bytes in peak[0] until the context exits."""
-
-    async def sample() -> None:
-        while server.process.poll() is None:
-            peak[0] = max(peak[0], footprint(server.process.pid).resident_bytes)
-            await asyncio.sleep(SAMPLE_S)
-
-    sampling = asyncio.ensure_future(sample())
-    try:
-        yield
-    finally:
-        sampling.cancel()
-        await asyncio.wait({sampling})

@@ -10,12 +10,15 @@ from dataclasses import replace
 from h2.settings import SettingCodes
 from hyperframe.frame import ContinuationFrame, HeadersFrame
 
-from tests.abuse.attack import Attack, Sent, Size, ended, on_each
+from tests.abuse.attack import Attack, Sent, Size, ended, on_each, total
 from tests.abuse.calls import (
     HEALTH_METHOD,
+    HEAVY_MANY,
+    HEAVY_STREAM,
     HEAVY_UNARY,
     LONG_UNARY,
     MANY,
+    REFLECTION,
     REFLECTION_METHOD,
     STREAM,
     UNARY,
@@ -25,6 +28,8 @@ from tests.abuse.calls import (
 )
 from tests.abuse.raw_connection import DEFAULT_WINDOW, MAX_WINDOW, OPEN, Address, RawConnection, framed
 
+_NUM_REPLACED = 5
+"""Connections that one attacker opens, one after the other."""
 NO_WINDOW = {SettingCodes.INITIAL_WINDOW_SIZE: 0}
 FULL_WINDOW = {SettingCodes.INITIAL_WINDOW_SIZE: MAX_WINDOW}
 
@@ -57,6 +62,15 @@ def window_zero(call: Call) -> Attack:
         return await on_each(size, one)
 
     return attack
+
+
+def fewer(divisor: int, attack: Attack) -> Attack:
+    """Return an attack with fewer calls on each connection, because each of them keeps the model busy."""
+
+    async def smaller(address: Address, size: Size) -> Sent:
+        return await attack(address, replace(size, calls=-(-size.calls // divisor)))
+
+    return smaller
 
 
 def window_by_single_bytes(call: Call) -> Attack:
@@ -166,6 +180,25 @@ async def slow_message(address: Address, size: Size) -> Sent:
     return await on_each(size, one)
 
 
+async def large_messages_without_their_end(address: Address, size: Size) -> Sent:
+    """Send all bytes but the last of messages of nearly a megabyte, as far as the server's windows allow."""
+    body = framed(bytes((1 << 20) - 8))[:-1]
+
+    async def one() -> Sent:
+        async with await RawConnection.open(address) as connection:
+            await connection.greeted()
+            stream_ids = [connection.headers(UNARY.method) for _ in range(size.calls)]
+            bodies = [connection.body(stream_id, body, is_end=False) for stream_id in stream_ids]
+            sending = [asyncio.ensure_future(coroutine) for coroutine in bodies]
+            sent = await ended(connection, UNARY.method, size)
+            for task in sending:
+                task.cancel()
+            await asyncio.wait(sending)
+            return sent
+
+    return await on_each(size, one)
+
+
 async def _drip(connection: RawConnection, stream_ids: Sequence[int], size: Size) -> None:
     """Send single bytes of a message that is too long to arrive during the attack."""
     num_bytes = round(size.hold_s / size.interval_s)
@@ -224,6 +257,21 @@ def rapid_reset(call: Call | None = None) -> Attack:
     return attack
 
 
+def rapid_reset_again_and_again() -> Attack:
+    """Return an attack of resets on many connections. Whenever one has made its calls, another takes its place."""
+
+    async def attack(address: Address, size: Size) -> Sent:
+        async def one() -> Sent:
+            reports = [await reset(address, alone) for _ in range(_NUM_REPLACED)]
+            return total(reports)
+
+        alone = replace(size, connections=1, frames=min(size.frames, 1000))
+        reset = rapid_reset()
+        return await on_each(replace(size, connections=4 * size.connections), one)
+
+    return attack
+
+
 def _called(connection: RawConnection, call: Call) -> int:
     return connection.call(call.method, call.message)
 
@@ -232,8 +280,12 @@ STREAM_ATTACKS: dict[str, Attack] = {
     "window 0, unary": window_zero(UNARY),
     "window 0, streams": window_zero(STREAM),
     "window 0, many requests": window_zero(MANY),
+    "window 0, log-probabilities": fewer(20, window_zero(HEAVY_STREAM)),
+    "window 0, many requests with log-probabilities": fewer(30, window_zero(HEAVY_MANY)),
+    "window 0, reflection": window_zero(REFLECTION),
     "window by single bytes, unary": window_by_single_bytes(LONG_UNARY),
     "window by single bytes, streams": window_by_single_bytes(STREAM),
+    "window by single bytes, log-probabilities": fewer(20, window_by_single_bytes(HEAVY_STREAM)),
     "connection window never grows": connection_window_never_grows,
     "socket never read": socket_never_read,
     "headers only, unary": headers_only(UNARY.method),
@@ -246,7 +298,9 @@ STREAM_ATTACKS: dict[str, Attack] = {
     "more streams than allowed, settings not acknowledged": more_streams_than_allowed(acknowledges=False),
     "slow message": slow_message,
     "slow headers": slow_headers,
+    "large messages without their end": fewer(4, large_messages_without_their_end),
     "rapid reset": rapid_reset(),
+    "rapid reset, again and again": rapid_reset_again_and_again(),
     "rapid reset of whole calls": rapid_reset(UNARY),
     "rapid reset of streams": rapid_reset(STREAM),
     "rapid reset of many requests": rapid_reset(MANY),

@@ -7,18 +7,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 
 import grpc
 import pytest
 from h2.settings import SettingCodes
+from hyperframe.frame import HeadersFrame, PingFrame, SettingsFrame
 
+from antiphon.service.server.listener import max_unaccepted_calls
+from antiphon.service.server.parts import MAX_INCOMPLETE_BYTES
 from antiphon.v1 import inference_pb2 as pb
-from tests.abuse.calls import HEALTH_METHOD, REFLECTION_METHOD, SERVICE, UNARY, UNKNOWN_METHOD
-from tests.abuse.raw_connection import Address, RawConnection
+from tests.abuse.calls import HEALTH_METHOD, REFLECTION, REFLECTION_METHOD, SERVICE, UNARY, UNKNOWN_METHOD
+from tests.abuse.raw_connection import PREFACE, Address, RawConnection, framed
 from tests.serving import Serving, serving, stub_of
 
+SCORED = pb.GenerateRequest(
+    text="the cat sat on the mat", options=pb.GenerateOptions(max_new_tokens=24, ignore_eos=True, num_logprobs=20)
+).SerializeToString()
+MANY_SCORED = pb.GenerateManyRequest(
+    requests=[pb.ManyRequest(id=number, request=pb.GenerateRequest.FromString(SCORED)) for number in range(16)]
+).SerializeToString()
 NO_WINDOW = {SettingCodes.INITIAL_WINDOW_SIZE: 0}
 PATIENCE_S = 60
 LONG = pb.TokenizeRequest(text="the cat " * 200).SerializeToString()  # its answer has some 2,000 bytes
@@ -27,6 +37,14 @@ OIP_METHOD = "inference.GRPCInferenceService/ServerLive"
 
 def address_of(served: Serving) -> Address:
     return Address(port=int(served.target.rpartition(":")[2]))
+
+
+def messages_of(data: bytes) -> Iterator[bytes]:
+    """Return the messages of a stream, without gRPC's prefixes."""
+    while data:
+        end = 5 + int.from_bytes(data[1:5])
+        yield bytes(data[5:end])
+        data = data[end:]
 
 
 def sample(served: Serving, name: str, **labels: str) -> float:
@@ -88,6 +106,103 @@ async def test_unread_answers_are_bounded_in_bytes() -> None:
         await until(served, "calls_given_up_total", 1, stage="answer", cause="pressure")
         assert sample(served, "unsent_answer_bytes") <= 65_536
         assert (await stub_of(served).Tokenize(pb.TokenizeRequest(text="the cat"))).token_ids
+
+
+@pytest.mark.parametrize(
+    ("method", "message", "num_calls"), [("Generate", SCORED, 40), ("GenerateMany", MANY_SCORED, 8)]
+)
+async def test_unread_streams_are_bounded_in_all_that_waits_behind_their_messages(
+    method: str, message: bytes, num_calls: int
+) -> None:
+    """Regression: a stream whose client read nothing kept its tokens as objects, which no limit counted."""
+    async with serving(max_unsent_bytes=65_536) as served:
+        async with await RawConnection.open(address_of(served), NO_WINDOW, gives_credit=False) as connection:
+            for _ in range(num_calls):
+                connection.call(f"{SERVICE}/{method}", message)
+            await connection.flush()
+            await until(served, "calls_given_up_total", 1, stage="answer", cause="pressure")
+            assert sample(served, "unsent_answer_bytes") <= 65_536
+            assert (await stub_of(served).GenerateUnary(pb.GenerateUnaryRequest.FromString(SCORED))).outputs
+            async with asyncio.timeout(PATIENCE_S):
+                while True:
+                    if ended := [stream for stream in connection.streams.values() if stream.trailers]:
+                        break
+                    await asyncio.sleep(0.01)
+        assert ended[0].end == "RESOURCE_EXHAUSTED"
+        assert ended[0].trailers["grpc-message"].endswith(" bytes of answers wait to be read")
+        await served.settled()
+        assert sample(served, "unsent_answer_bytes") == 0
+
+
+async def test_slow_reader_within_the_limits_gets_its_whole_answer() -> None:
+    async with serving() as served:
+        whole = await stub_of(served).GenerateUnary(pb.GenerateUnaryRequest.FromString(SCORED))
+        async with await RawConnection.open(address_of(served), NO_WINDOW, gives_credit=False) as connection:
+            stream_id = connection.call(f"{SERVICE}/Generate", SCORED)
+            await connection.flush()
+            await until(served, "unsent_answer_bytes", 4000)  # the packed tokens behind the first message
+            await until(served, "generation_tokens_total", 2 * len(whole.outputs[0].token_ids), model_name="fake")
+            connection.grant(2**30, stream_id)
+            connection.grant(2**30)
+            await connection.flush()
+            assert await connection.ends(PATIENCE_S) == {"OK": 1}
+            data = bytes(connection.streams[stream_id].data)
+            deltas = [pb.GenerateResponse.FromString(message) for message in messages_of(data)]
+    assert "".join(delta.text_delta for delta in deltas) == whole.outputs[0].text
+    assert [token_id for delta in deltas for token_id in delta.token_ids] == whole.outputs[0].token_ids
+    assert [entry for delta in deltas for entry in delta.logprobs] == whole.outputs[0].logprobs
+
+
+async def test_unread_answers_of_a_standard_service_have_the_limits_of_other_answers() -> None:
+    """Regression: answers of 60 KB with descriptors waited for their clients without a limit."""
+    async with (
+        serving(slow_reader_timeout_s=0.5) as served,
+        await RawConnection.open(address_of(served), NO_WINDOW, gives_credit=False) as connection,
+    ):
+        for _ in range(3):
+            connection.call(REFLECTION.method, REFLECTION.message)
+        await connection.flush()
+        await until(served, "unsent_answer_bytes", 3 * 2 * 10_000)
+        assert await connection.ends(PATIENCE_S) == {"RESOURCE_EXHAUSTED": 3}
+
+
+async def test_messages_without_their_ends_are_bounded() -> None:
+    """Regression: 759 of them took 800 MB although the limit on their number was 256."""
+    body = framed(bytes((1 << 20) - 8))[:-1]
+    async with serving() as served, await RawConnection.open(address_of(served)) as connection:
+        await connection.greeted()
+        limit = MAX_INCOMPLETE_BYTES >> 20
+        stream_ids = [connection.headers(UNARY.method) for _ in range(4 * limit)]
+        sending = [asyncio.ensure_future(connection.body(number, body, is_end=False)) for number in stream_ids]
+        await until(served, "calls_given_up_total", 3 * limit, stage="request", cause="pressure")
+        assert sample(served, "calls_waiting_for_client", stage="request") <= limit
+        for task in sending:
+            task.cancel()
+        await asyncio.wait(sending)
+
+
+async def test_calls_that_wait_for_the_event_loop_are_bounded() -> None:
+    """Regression: 100,000 calls that their client had reset at once took 1.6 GB in core."""
+    limit = max_unaccepted_calls(64)
+    async with serving(max_concurrent_rpcs=64, max_concurrent_streams=100_000, request_timeout_s=0.2) as served:
+        async with await RawConnection.open(address_of(served)) as connection:
+            block = connection.header_block(UNARY.method)
+        headers = (HeadersFrame(number, block, flags=("END_HEADERS",)) for number in range(1, 4 * limit, 2))
+        frames = (SettingsFrame(0), *headers, PingFrame(0, b"all read"))
+        with socket.create_connection(("127.0.0.1", address_of(served).port)) as client:
+            # Without await: the event loop accepts no call before core has read all of them.
+            client.sendall(PREFACE + b"".join(frame.serialize() for frame in frames))
+            acknowledged, received = PingFrame(0, b"all read", flags=("ACK",)).serialize(), b""
+            while acknowledged not in received:
+                received += client.recv(65_536)
+            async with asyncio.timeout(PATIENCE_S):
+                while True:
+                    if len(served.ended) >= limit:
+                        break
+                    await asyncio.sleep(0.01)
+            await stub_of(served).GetModel(pb.GetModelRequest())  # it is answered behind all of them
+            ended = sum(call.method == UNARY.method for call in served.ended)
+    assert limit <= ended <= limit + 2  # the event loop had asked for one call already
 
 
 @pytest.mark.parametrize("method", [UNARY.method, f"{SERVICE}/Generate", HEALTH_METHOD, REFLECTION_METHOD, OIP_METHOD])

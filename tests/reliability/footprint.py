@@ -34,6 +34,17 @@ def footprint(pid: int) -> Footprint:
     )
 
 
+def reset_peak(pid: int) -> None:
+    """Let `peak_bytes` count from now on (Linux: Documentation/filesystems/proc.rst, clear_refs)."""
+    (Path("/proc") / str(pid) / "clear_refs").write_text("5", encoding="ascii")
+
+
+def peak_bytes(pid: int) -> int:
+    """Return the peak of resident bytes since the process began or `reset_peak` was called."""
+    status = (Path("/proc") / str(pid) / "status").read_text(encoding="ascii")
+    return int(status.partition("VmHWM:")[2].split()[0]) * 1024
+
+
 def cpu_s(pid: int) -> float:
     """Return the CPU seconds of all threads of a process, kernel time included."""
     _, _, fields = (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")

@@ -23,7 +23,8 @@ from antiphon.service.engine.batch.rows import RunningRows
 from antiphon.service.engine.beams.beam_search import BeamSearches, BeamSettings, Hypothesis, Search
 from antiphon.service.engine.cache.block_pool import BlockPool
 from antiphon.service.engine.sequences.sequence import SequenceGroup
-from antiphon.service.engine.sequences.stream import Item, TokenSink
+from antiphon.service.engine.sequences.stream import TokenSink
+from antiphon.service.engine.sequences.unread_tokens import Item
 from antiphon.service.runtime.runner import Runner, Samples
 
 

@@ -11,14 +11,15 @@ import dataclasses
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
 from collections.abc import Sequence as SequenceABC
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 from antiphon.service.domain.cancellation import CancelCause
-from antiphon.service.domain.request import FinishReason, TokenEvent, TokenLogprob
+from antiphon.service.domain.request import FinishReason, TokenEvent
 from antiphon.service.engine.sequences.reader import read_when
+from antiphon.service.engine.sequences.unread_tokens import Item, UnreadTokens, bytes_of_logprobs
 
-Item = int | TokenLogprob
-"""A new token: its id, or its id with log-probabilities if the request asks for them."""
+# Memory of a beam in the record of a search.
+_BEAM_BYTES = 152
 
 
 class TokenSink(Protocol):
@@ -58,7 +59,7 @@ class OutputStream:
         self.loop = loop or asyncio.get_running_loop()
         self.end_reason: FinishReason | None = None
         self._coalesce_s = coalesce_s
-        self._pending: dict[int, list[Item]] = {0: []}
+        self._pending: dict[int, UnreadTokens] = {0: UnreadTokens()}
         self._first = self._pending[0]
         self._finals: deque[TokenEvent] = deque()
         self._is_ended = False  # the last event has arrived
@@ -71,6 +72,11 @@ class OutputStream:
         self._on_readable: Callable[[], None] | None = None
         self._is_announced = False  # on_readable was called since the last `take`
         self._window: asyncio.TimerHandle | None = None
+
+    @property
+    def unread_bytes(self) -> int:
+        """Memory of the tokens and terminal events that the reader has not taken."""
+        return sum(tokens.num_bytes for tokens in self._pending.values()) + sum(map(_bytes_of, self._finals))
 
     def __aiter__(self) -> OutputStream:
         return self
@@ -118,13 +124,16 @@ class OutputStream:
 
     def push(self, item: Item) -> None:
         """Add a token of the first output; in the stream's event loop only."""
-        self._first.append(item)
+        self._first.push(item)
         if self._wants_tokens and self._is_due:
             self._wake()
 
     def push_to(self, output_index: int, item: Item) -> None:
         """Add a token of any output; in the stream's event loop only."""
-        self._pending.setdefault(output_index, []).append(item)
+        tokens = self._pending.get(output_index)
+        if tokens is None:
+            tokens = self._pending[output_index] = UnreadTokens()
+        tokens.push(item)
         if self._wants_tokens and self._is_due:
             self._wake()
 
@@ -144,7 +153,7 @@ class OutputStream:
             self._on_readable = None  # it refers to the reader, which refers to this stream
 
     def _has_pending(self) -> bool:
-        return bool(self._first) or (len(self._pending) > 1 and any(self._pending.values()))
+        return len(self._first) > 0 or (len(self._pending) > 1 and any(map(len, self._pending.values())))
 
     def _is_readable(self) -> bool:
         return bool(self._finals) or (self._is_due and self._has_pending())
@@ -171,27 +180,19 @@ class OutputStream:
 
     def _take_final(self) -> TokenEvent:
         event = self._finals.popleft()
-        token_ids, logprobs = self._unread(event.output_index)
+        tokens = self._pending.get(event.output_index)
+        token_ids, logprobs = ((), ()) if tokens is None else tokens.take()
         if event.is_last:
             self._end_window()
             self._is_exhausted = True
         return dataclasses.replace(event, token_ids=token_ids + event.token_ids, logprobs=logprobs + event.logprobs)
 
     def _take_tokens(self) -> TokenEvent:
-        index = next(index for index, items in self._pending.items() if items)
-        token_ids, logprobs = self._unread(index)
+        index, tokens = next(pair for pair in self._pending.items() if len(pair[1]))
+        token_ids, logprobs = tokens.take()
         if not self._has_pending():
             self._start_window()
         return TokenEvent(request_id=self.request_id, output_index=index, token_ids=token_ids, logprobs=logprobs)
-
-    def _unread(self, output_index: int) -> tuple[tuple[int, ...], tuple[TokenLogprob, ...]]:
-        items = self._pending.get(output_index, [])
-        unread = tuple(items)
-        items.clear()
-        if TokenLogprob not in map(type, unread):  # as for nearly every request
-            return cast("tuple[int, ...]", unread), ()
-        logprobs = tuple(item for item in unread if isinstance(item, TokenLogprob))
-        return tuple(item.token_id if isinstance(item, TokenLogprob) else item for item in unread), logprobs
 
     def _start_window(self) -> None:
         if self._coalesce_s > 0:
@@ -205,6 +206,13 @@ class OutputStream:
         self._is_due = True
         if self._wants_tokens and self._has_pending():
             self._wake()
+
+
+def _bytes_of(event: TokenEvent) -> int:
+    """Return the memory of what a terminal event reports, as objects; its other parts are small."""
+    num_beams = sum(len(step.live) + len(step.finished) for step in event.beam_steps)
+    readout_bytes = 0 if event.readout is None else event.readout.values.nbytes
+    return bytes_of_logprobs(event.logprobs) + _BEAM_BYTES * num_beams + readout_bytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

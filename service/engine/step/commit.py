@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from antiphon.service.domain.request import FinishReason, Task, TokenLogprob
 from antiphon.service.engine.batch.rows import RunningRows
 from antiphon.service.engine.sequences.sequence import Sequence
-from antiphon.service.engine.sequences.stream import Item, TokenSink
+from antiphon.service.engine.sequences.stream import TokenSink
+from antiphon.service.engine.sequences.unread_tokens import Item
 from antiphon.service.runtime.runner import NONE_ALLOWED, NOT_FINITE, Samples
 
 

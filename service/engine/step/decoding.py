@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from antiphon.service.engine.sequences.sequence import SequenceGroup, SequenceState
-from antiphon.service.engine.sequences.stream import Item, TokenSink
+from antiphon.service.engine.sequences.stream import TokenSink
+from antiphon.service.engine.sequences.unread_tokens import Item
 from antiphon.service.engine.step.commit import commit
 from antiphon.service.engine.step.endings import Endings
 from antiphon.service.engine.step.parts import RunningState, StepParts

@@ -144,7 +144,7 @@ class MetricFamilies:
             registry=self._registry,
         )
         self.unsent_bytes = Gauge(
-            f"{PREFIX}unsent_answer_bytes", "Bytes of answers that clients have not read.", registry=self._registry
+            f"{PREFIX}unsent_answer_bytes", "Memory of answers that clients have not read.", registry=self._registry
         )
         self.connections_closed = Counter(
             f"{PREFIX}connections_closed",

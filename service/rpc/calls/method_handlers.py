@@ -38,11 +38,14 @@ def handlers_of(
 
 
 def handler(guarded: Method, *, is_streaming: bool) -> grpc.RpcMethodHandler[Any, Any]:
-    """Return the handler of a guarded method. It reads its requests itself, so gRPC always treats them as a stream."""
+    """Return the handler of a guarded method. It reads its requests itself, so gRPC always treats them as a stream.
+
+    A method may write messages that it has serialised: gRPC keeps what it was given until the client has read it.
+    """
     if is_streaming:
         return grpc.stream_stream_rpc_method_handler(guarded, response_serializer=_serialize)
     return grpc.stream_unary_rpc_method_handler(guarded)
 
 
-def _serialize(message: Message) -> bytes:
-    return message.SerializeToString()
+def _serialize(message: Message | bytes) -> bytes:
+    return message if isinstance(message, bytes) else message.SerializeToString()

@@ -26,7 +26,8 @@ from antiphon.service.rpc.calls.rpc_state import Rpc
 from antiphon.service.rpc.calls.status.ending import ClientGone, abort, code_of, failure_of
 from antiphon.service.rpc.calls.status.refusal import Metadata, status_of
 from antiphon.service.rpc.calls.waits.call_turns import CallTurns
-from antiphon.service.rpc.calls.waits.client_waits import ClientWaits, Stage
+from antiphon.service.rpc.calls.waits.client_waits import COPIES, ClientWaits, Stage
+from antiphon.service.rpc.calls.waits.writer import Writer
 
 # Delay before a client should retry a call that was refused for the number of calls: some have ended by then.
 _FULL_RETRY_S = 1.0
@@ -152,6 +153,10 @@ class InFlight:
 
         return guarded
 
+    def writer(self, context: Context) -> Writer:
+        """Return the writer of the current RPC's messages."""
+        return Writer(self._waits, context)
+
     @contextlib.contextmanager
     def request(self, name: str, context: Context) -> Iterator[Call]:
         """Count and report one request of a stream as an RPC. Enter it in the request's own task.
@@ -200,6 +205,7 @@ class InFlight:
     def _exit(self, rpc: Rpc, *, is_open: bool) -> None:
         if rpc.answer is not None:
             self._waits.end(rpc.answer)
+            rpc.answer = None  # it refers to this RPC: a cycle would keep both in memory
             self._telemetry.end(rpc.call)
         if self._resets is not None:
             is_reset = not rpc.has_request and rpc.call.code == "CANCELLED"
@@ -268,7 +274,7 @@ class InFlight:
         if answer is None:
             return None
         data: bytes = answer.SerializeToString()
-        rpc.answer = rpc.wait(Stage.ANSWER, rpc.give_up_answer, len(data))
+        rpc.answer = rpc.wait(Stage.ANSWER, rpc.give_up_answer, COPIES * len(data))
         self._waits.begin(rpc.answer)
         return data
 

@@ -72,22 +72,24 @@ def _guarded(name: str, own: Handler, in_flight: InFlight) -> Handler:
     behaviors: Any = own  # its type stubs describe the synchronous API
     parse = _parser(behaviors.request_deserializer)
     if own.request_streaming:
-        method = _writing(behaviors.stream_stream)
+        method = _writing(behaviors.stream_stream, in_flight)
         return handler(in_flight.guard_requests(name, method, parse, may_idle=False), is_streaming=True)
     if own.response_streaming:
-        return handler(in_flight.guard_open(name, _writing(behaviors.unary_stream), parse), is_streaming=True)
+        method = _writing(behaviors.unary_stream, in_flight)
+        return handler(in_flight.guard_open(name, method, parse), is_streaming=True)
     return handler(in_flight.guard(name, behaviors.unary_unary, parse), is_streaming=False)
 
 
-def _writing(behavior: Any) -> Method:
+def _writing(behavior: Any, in_flight: InFlight) -> Method:
     """Return a method that writes its messages. Wraps a method that yields them."""
     if not inspect.isasyncgenfunction(behavior):
         method: Method = behavior
         return method
 
     async def write(requests: Any, context: Context) -> None:
+        writer = in_flight.writer(context)
         async for message in behavior(requests, context):
-            await context.write(message)
+            await writer.write(message.SerializeToString())
 
     return write
 

@@ -7,7 +7,8 @@ requests. The last response of every request is marked with triton_final_respons
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import contextlib
+from collections.abc import AsyncIterator, Iterator
 from typing import cast
 
 from antiphon.oip import inference_pb2 as oip
@@ -33,7 +34,8 @@ class Conversation:
         self._name = name
         self._answering = answering
         self._in_flight = in_flight
-        self._writer = pacing.writer(context)
+        self._writer = pacing.writer(context, lambda: self._open_bytes)
+        self._open_bytes = 0  # memory of the open requests, and of answers behind the one that is being written
         self._context = context
         self._writing = asyncio.Lock()  # gRPC accepts one message of a call at a time
         self._ends_on_error = ERROR_HEADER in tuple(context.invocation_metadata() or ())
@@ -53,7 +55,7 @@ class Conversation:
 
     async def _account(self, request: oip.ModelInferRequest, before: asyncio.Task[None] | None) -> None:
         """Answer one request, with metrics and a log line. Raises an error only if it must end the call."""
-        with self._in_flight.request(self._name, self._context) as call:
+        with self._in_flight.request(self._name, self._context) as call, self._keeping(request.ByteSize()):
             call.code = "CANCELLED"  # replaced if the request ends
             try:
                 await self._answer(request, before)
@@ -64,31 +66,40 @@ class Conversation:
                     raise
                 call.error = error
                 failed = oip.ModelInferResponse(id=request.id, model_name=request.model_name, model_version=VERSION)
-                await self._write(oip.ModelStreamInferResponse(error_message=str(error), infer_response=failed), True)
+                message = oip.ModelStreamInferResponse(error_message=str(error), infer_response=failed)
+                await self._write(_serialized(message, is_last=True))
 
     async def _answer(self, request: oip.ModelInferRequest, before: asyncio.Task[None] | None) -> None:
         is_ordered = is_encoder(self._answering.find(request.model_name, request.model_version))
+        data = b""
         try:
             inference = self._answering.read(request, is_streamed=True)
             if inference.task is STREAMED:
                 await self._generate(inference)
                 return
-            response = await self._answering.infer(inference, self._context)
+            data = _serialized(
+                oip.ModelStreamInferResponse(infer_response=await self._answering.infer(inference, self._context)),
+                is_last=True,
+            )
         finally:
             if is_ordered and before is not None:
-                await asyncio.wait({before})
-        await self._write(oip.ModelStreamInferResponse(infer_response=response), True)
+                with self._keeping(len(data)):
+                    await asyncio.wait({before})
+        await self._write(data)
 
     async def _generate(self, inference: Inference) -> None:
         with self._answering.counting(inference.served) as timings:
 
-            async def write(message: pb.GenerateResponse) -> None:
+            async def write(data: bytes) -> None:
+                message = pb.GenerateResponse.FromString(data)
                 is_last = message.HasField("usage")
                 if is_last:
                     timings.append(message.timing)
                 response = inference.response(delta(message, inference.shape), [message.usage] if is_last else [])
                 response.parameters["output_index"].int64_param = message.output_index
-                await self._write(oip.ModelStreamInferResponse(infer_response=response), is_last)
+                data = _serialized(oip.ModelStreamInferResponse(infer_response=response), is_last=is_last)
+                del message, response  # the client may not read, and their objects take several times the memory
+                await self._write(data)
 
             context = cast("Context", RequestContext(self._context, inference.timeout_s, write))
             try:
@@ -96,13 +107,26 @@ class Conversation:
             except InvalidArgument as error:
                 raise inference.with_client_field(error) from None
 
-    async def _write(self, response: oip.ModelStreamInferResponse, is_last: bool) -> None:  # noqa: FBT001
-        response.infer_response.parameters["triton_final_response"].bool_param = is_last
+    @contextlib.contextmanager
+    def _keeping(self, num_bytes: int) -> Iterator[None]:
+        """Count memory that the call takes until the context exits."""
+        self._open_bytes += num_bytes
+        try:
+            yield
+        finally:
+            self._open_bytes -= num_bytes
+
+    async def _write(self, data: bytes) -> None:
         async with self._writing:
-            writing = asyncio.ensure_future(self._writer.write(response))
+            writing = asyncio.ensure_future(self._writer.write(data))
             try:
                 await asyncio.shield(writing)
             except asyncio.CancelledError:
                 # Another request ends the call. Its status can only be sent after the headers: wait for this write.
                 await asyncio.gather(writing, return_exceptions=True)
                 raise
+
+
+def _serialized(response: oip.ModelStreamInferResponse, *, is_last: bool) -> bytes:
+    response.infer_response.parameters["triton_final_response"].bool_param = is_last
+    return response.SerializeToString()

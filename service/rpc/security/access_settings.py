@@ -62,7 +62,7 @@ class AccessSettings(BaseSettings):
         default=67_108_864,
         ge=65_536,
         le=2**40,
-        description="Maximum bytes of unread answers; beyond it, calls of the client with the most of them are ended.",
+        description="Maximum memory of unread answers, half of it for one client; beyond it, its oldest calls end.",
     )
     max_concurrent_streams: int = Field(
         default=1024, ge=1, le=100_000, description="Maximum RPCs in flight on one connection."

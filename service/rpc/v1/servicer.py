@@ -47,12 +47,13 @@ class InferenceServicer:
         """Stream the outputs in deltas."""
         request, detokenizer = await self._requests.generate(message, context, is_streamed=True)
         answer = Answer(request, detokenizer)
-        writer = self._pacing.writer(context)
         with self._submission.stream(message, request) as stream:
+            writer = self._pacing.writer(context, lambda: stream.unread_bytes)
             async for event in stream:
-                response = answer.delta(event)
-                if response is not None:
-                    await writer.write(response)
+                data = answer.serialized_delta(event)
+                del event  # its objects take ten times the memory of the message, which may wait for its client
+                if data:
+                    await writer.write(data)
 
     async def generate_unary(self, message: pb.GenerateUnaryRequest, context: Context) -> pb.GenerateUnaryResponse:
         """Return the complete outputs."""

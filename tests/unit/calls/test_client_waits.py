@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 
@@ -20,10 +21,18 @@ class Clients:
         self.given_up: list[tuple[str, AntiphonError]] = []
         self.second = asyncio.Event()
 
-    def begin(self, stage: Stage, name: str, *, caller: str = "", num_bytes: int = 0) -> Wait:
+    def begin(
+        self,
+        stage: Stage,
+        name: str,
+        *,
+        caller: str = "",
+        num_bytes: int = 0,
+        backlog: Callable[[], int] | None = None,
+    ) -> Wait:
         """Begin a wait. name: `connection/number` of the call."""
         connection = name.partition("/")[0]
-        wait = Wait(stage, caller or "host", connection, lambda error: self._note(name, error), num_bytes)
+        wait = Wait(stage, caller or "host", connection, lambda error: self._note(name, error), num_bytes, backlog)
         self._waits.begin(wait)
         return wait
 
@@ -156,3 +165,67 @@ async def test_single_answer_may_be_larger_than_the_bound(make: Callable[..., tu
     clients.begin(Stage.ANSWER, "a/2", num_bytes=10)
     assert clients.names == ["a/1"]
     assert waits.unsent_bytes == 10
+
+
+async def test_bytes_behind_unread_answers_count_while_they_grow(
+    make: Callable[..., tuple[ClientWaits, Clients]],
+) -> None:
+    """Regression: the limit counted the message alone, and 500 streams kept 400 MB behind theirs."""
+    waits, clients = make(max_unsent_bytes=1000)
+    backlogs = {"a/1": 0, "b/1": 0, "b/2": 0}
+    for name in backlogs:
+        caller = name.partition("/")[0]
+        clients.begin(Stage.ANSWER, name, caller=caller, num_bytes=10, backlog=partial(backlogs.__getitem__, name))
+    backlogs |= {"a/1": 300, "b/1": 200, "b/2": 250}
+    await until(lambda: waits.unsent_bytes == 780)
+    assert clients.names == []
+    backlogs |= {"a/1": 450, "b/1": 300}
+    await until(lambda: bool(clients.names))
+    assert clients.names == ["b/1"]
+    assert "more than 500 bytes" in str(clients.given_up[0][1])
+    assert waits.unsent_bytes == 720
+
+
+async def test_caller_may_have_half_of_the_bytes(make: Callable[..., tuple[ClientWaits, Clients]]) -> None:
+    waits, clients = make(max_unsent_bytes=1000)
+    clients.begin(Stage.ANSWER, "a/1", caller="a", num_bytes=400)
+    for number in range(4):
+        clients.begin(Stage.ANSWER, f"b/{number}", caller="b", num_bytes=140)
+    await until(lambda: bool(clients.names))
+    assert clients.names == ["b/0"]
+    assert waits.unsent_bytes == 820
+
+
+async def test_incomplete_requests_of_a_flood_are_ended_at_any_age(
+    make: Callable[..., tuple[ClientWaits, Clients]],
+) -> None:
+    """Regression: 4,000 messages without their ends took 800 MB within a second."""
+    waits, clients = make(max_requests=16)
+    for number in range(24):
+        clients.begin(Stage.REQUEST, f"a/{number}")
+    assert clients.names == []
+    clients.begin(Stage.REQUEST, "b/1")
+    assert clients.names == [f"a/{number}" for number in range(10)]
+    assert waits.num_waiting(Stage.REQUEST) == 15
+
+
+async def test_incomplete_requests_are_ended_once_they_are_old(
+    make: Callable[..., tuple[ClientWaits, Clients]], clock: Clock
+) -> None:
+    """Regression: they were looked at when another request began, which may be never."""
+    waits, clients = make(max_requests=2)
+    for number in range(3):
+        clients.begin(Stage.REQUEST, f"a/{number}")
+    clock.now_s += 2
+    await until(lambda: bool(clients.names))
+    assert clients.names == ["a/0"]
+    assert waits.num_waiting(Stage.REQUEST) == 2
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Poll a condition that becomes true at the next look at the waiting calls."""
+    async with asyncio.timeout(60):
+        while True:
+            if condition():
+                return
+            await asyncio.sleep(0.01)

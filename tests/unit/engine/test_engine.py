@@ -272,3 +272,29 @@ async def test_engine_cancels_requests_whose_event_loop_is_closed(bench: Bench) 
     events = await read(bench.submit("next", source_of(target_len=31)))
     assert events[-1].finish_reason is FinishReason.LENGTH or events[-1].finish_reason is FinishReason.STOP
     assert bench.sample("cancellations_total", stage="running", cause="lost_loop") == 1
+
+
+async def test_engine_frees_its_cache_when_no_request_came_for_a_while(bench: Bench) -> None:
+    source = source_of(target_len=5)
+    await read(bench.submit("a", source))
+    bench.engine.free_idle_cache()  # requests came since the last call, of which there was none
+    assert bench.runner.num_cache_frees == 0
+    for _ in range(3):
+        bench.engine.free_idle_cache()
+    assert bench.runner.num_cache_frees == 1
+    assert tokens_of(await read(bench.submit("b", source))) == bench.runner.answer(source)[0]
+    bench.engine.free_idle_cache()
+    assert bench.runner.num_cache_frees == 1
+    bench.engine.free_idle_cache()
+    assert bench.runner.num_cache_frees == 2
+
+
+async def test_engine_keeps_its_cache_while_a_request_uses_it(bench: Bench, gate: Gate) -> None:
+    source = source_of(target_len=5)
+    stream = bench.submit("a", source)
+    await arrive(gate)
+    for _ in range(3):
+        bench.engine.free_idle_cache()
+    assert bench.runner.num_cache_frees == 0
+    gate.open()
+    assert tokens_of(await read(stream)) == bench.runner.answer(source)[0]

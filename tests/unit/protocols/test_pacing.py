@@ -7,7 +7,6 @@ from typing import Any
 
 import grpc.aio
 import pytest
-from google.protobuf.empty_pb2 import Empty
 
 from antiphon.service.domain.errors import SlowReader
 from antiphon.service.rpc.v1.answers.pacing import Pacing
@@ -62,7 +61,7 @@ async def test_pacing_ends_each_write_whose_client_reads_nothing() -> None:
 
     async def write(index: int, reader: Any) -> None:
         with pytest.raises(SlowReader):
-            await pacing.writer(reader).write(Empty())
+            await pacing.writer(reader).write(b"")
         assert asyncio.current_task().cancelling() == 0  # type: ignore[union-attr]
         order.append(index)
 
@@ -80,7 +79,7 @@ async def test_pacing_limits_the_time_of_each_message_and_not_of_the_stream() ->
     pacing = Pacing(1.0, client_waits(answer_timeout_s=0.05, clock=clock))
     for _ in range(4):
         reader = Reader()
-        writing = asyncio.ensure_future(pacing.writer(reader).write(Empty()))  # type: ignore[arg-type]
+        writing = asyncio.ensure_future(pacing.writer(reader).write(b""))  # type: ignore[arg-type]
         await reader.is_written_to.wait()
         clock.now_s += 0.03
         async with asyncio.timeout(60):
@@ -93,15 +92,15 @@ async def test_pacing_reports_no_slow_reader_when_the_call_is_cancelled() -> Non
     """A call that ended otherwise is not reported as a slow reader if its time passes during its cleanup."""
     pacing = Pacing(1.0, client_waits(answer_timeout_s=0.05))
     reader = Reader()
-    writing = asyncio.ensure_future(pacing.writer(reader).write(Empty()))  # type: ignore[arg-type]
+    writing = asyncio.ensure_future(pacing.writer(reader).write(b""))  # type: ignore[arg-type]
     await reader.is_written_to.wait()
     writing.cancel()
     with pytest.raises(asyncio.CancelledError):
         await writing
     with pytest.raises(SlowReader):  # the timer was set for the first one, and serves the second
-        await pacing.writer(reader).write(Empty())  # type: ignore[arg-type]
+        await pacing.writer(reader).write(b"")  # type: ignore[arg-type]
 
 
 async def test_pacing_cancels_a_write_when_its_call_has_ended() -> None:
     with pytest.raises(asyncio.CancelledError):
-        await Pacing(1.0, client_waits()).writer(Gone()).write(Empty())  # type: ignore[arg-type]
+        await Pacing(1.0, client_waits()).writer(Gone()).write(b"")  # type: ignore[arg-type]

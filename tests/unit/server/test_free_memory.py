@@ -23,6 +23,19 @@ class Heap:
         self.free = 0
 
 
+async def test_caches_of_idle_engines_are_looked_at_every_ten_seconds() -> None:
+    heap, looks = Heap(), []
+
+    class Engine:
+        def free_idle_cache(self) -> None:
+            looks.append(heap.num_trims)
+
+    freeing = FreeMemory(heap.resident, heap.trim, lambda: [Engine(), Engine()])
+    for _ in range(10):
+        await freeing.look()
+    assert len(looks) == 4
+
+
 async def test_heap_is_trimmed_when_memory_is_freed_long_after_it_grew() -> None:
     """Calls held their answers for 30 s after memory had stopped growing, and that memory stayed resident."""
     heap = Heap()

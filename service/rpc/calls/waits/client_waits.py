@@ -2,8 +2,8 @@
 
 A waiting call uses memory and counts towards the limit on calls in flight, and only its client decides how long it
 waits. When the limit on calls or on bytes is reached, the caller with the most waiting calls loses the oldest ones of
-its busiest connection, so one client cannot lock the others out. Ends calls through callbacks; knows no message and no
-gRPC.
+its busiest connection, so one client cannot lock the others out. One caller alone may have half of the bytes. Ends
+calls through callbacks; knows no message and no gRPC.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -21,6 +21,12 @@ from antiphon.service.domain.errors import AntiphonError, RequestTimeout, SlowRe
 _MIN_AGE_S = 1.0
 # Ends 1/16 of the limit at once, because the search looks at every waiting call.
 _ROOM_SHARE = 16
+COPIES = 2
+"""Copies of a message that its client has not read: ours, and the one that gRPC makes."""
+FLOOD_FACTOR = 1.5
+"""Multiple of the limit on incomplete requests beyond which those of any age are ended: each may take much memory."""
+# Time between two looks at the bytes behind unread answers, which grow while their clients do not read.
+_LOOK_S = 0.25
 # Delay before a client should retry a call that was ended to make room.
 _RETRY_S = 1.0
 
@@ -38,7 +44,8 @@ class Wait:
     """One call that waits for its client.
 
     caller, connection: the client's name and the address of its connection.
-    num_bytes: size of the answer that is kept until it is read.
+    num_bytes: memory of the answer that is kept until it is read, and of its backlog as last counted.
+    backlog_bytes: returns the memory of what is ready to follow that answer; None if nothing follows.
     give_up: ends the call with an error. Called in the event loop, at most once, after the wait was removed.
     """
 
@@ -47,7 +54,9 @@ class Wait:
     connection: str
     give_up: Callable[[AntiphonError], None]
     num_bytes: int = 0
+    backlog_bytes: Callable[[], int] | None = None
     since_s: float = field(default=0.0, init=False)
+    num_backlog_bytes: int = field(default=0, init=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,7 +64,8 @@ class WaitLimits:
     """Limits on waiting calls.
 
     request_timeout_s, answer_timeout_s: longest wait in the stages REQUEST and ANSWER.
-    max_requests: maximum number of calls with an incomplete request. max_unsent_bytes: maximum bytes of unread answers.
+    max_requests: maximum number of calls with an incomplete request. max_unsent_bytes: maximum memory of unread answers
+        and of what waits behind them; half of it for one caller.
     """
 
     request_timeout_s: float
@@ -87,10 +97,11 @@ class ClientWaits:
             Stage.ANSWER: limits.answer_timeout_s,
         }
         self._unsent_bytes = 0
+        self._looking: asyncio.TimerHandle | None = None
 
     @property
     def unsent_bytes(self) -> int:
-        """Bytes of unread answers."""
+        """Memory of unread answers, and of what waits behind them."""
         return self._unsent_bytes
 
     @property
@@ -111,9 +122,12 @@ class ClientWaits:
         if wait.stage in self._timeouts_s and wait.stage not in self._timers:
             self._watch(wait.stage, self._timeouts_s[wait.stage])
         if wait.stage is Stage.REQUEST and len(waits) > self._limits.max_requests:
-            self._make_room((Stage.REQUEST,), max(1, self._limits.max_requests // _ROOM_SHARE))
+            is_flood = len(waits) > FLOOD_FACTOR * self._limits.max_requests
+            self._end_requests(0.0 if is_flood else _MIN_AGE_S)
         if wait.num_bytes and self._unsent_bytes > self._limits.max_unsent_bytes:
-            self._make_bytes(wait)
+            self._shrink(waits, self._limits.max_unsent_bytes)
+        if self._looking is None and wait.stage is not Stage.OPEN:
+            self._looking = asyncio.get_running_loop().call_later(_LOOK_S, self._look)
 
     def end(self, wait: Wait) -> bool:
         """Record that a call no longer waits. Return False if it was ended before."""
@@ -131,26 +145,57 @@ class ClientWaits:
         """
         return self._make_room(tuple(Stage), max(1, max_calls // _ROOM_SHARE))
 
-    def _make_room(self, stages: Iterable[Stage], num_wanted: int) -> bool:
-        latest_s = self._clock() - _MIN_AGE_S
+    def _end_requests(self, min_age_s: float) -> None:
+        """End incomplete requests of at least this age until their number is below the limit."""
+        limit = self._limits.max_requests
+        num_wanted = self.num_waiting(Stage.REQUEST) - limit + limit // _ROOM_SHARE
+        self._make_room((Stage.REQUEST,), max(1, num_wanted), min_age_s)
+
+    def _make_room(self, stages: Iterable[Stage], num_wanted: int, min_age_s: float = _MIN_AGE_S) -> bool:
+        latest_s = self._clock() - min_age_s
         old = [wait for stage in stages for wait in self._waits[stage] if wait.since_s <= latest_s]
         chosen = _of_largest_holder(old, lambda wait: 1)[:num_wanted]
         for wait in chosen:
             self._give_up(wait, "pressure", _no_room())
         return bool(chosen)
 
-    def _make_bytes(self, newest: Wait) -> None:
-        """End calls with unread answers of any age until the limit is kept; the newest answer alone may exceed it."""
+    def _look(self) -> None:
+        """Count the bytes behind unread answers, and end calls beyond a limit. Looks again while calls wait."""
+        self._looking = None
+        answers, requests = self._waits[Stage.ANSWER], self._waits[Stage.REQUEST]
+        if len(requests) > self._limits.max_requests:
+            self._end_requests(_MIN_AGE_S)
+        for wait in answers:
+            if wait.backlog_bytes is not None:
+                num_grown = wait.backlog_bytes() - wait.num_backlog_bytes
+                wait.num_backlog_bytes += num_grown
+                wait.num_bytes += num_grown
+                self._unsent_bytes += num_grown
         limit = self._limits.max_unsent_bytes
-        wanted = limit - limit // _ROOM_SHARE
-        while self._unsent_bytes > wanted:
-            answers = [wait for wait in self._waits[Stage.ANSWER] if wait is not newest and wait.num_bytes]
-            if not answers:
-                return
-            for wait in _of_largest_holder(answers, lambda one: one.num_bytes):
+        if self._unsent_bytes > limit // 2:
+            by_caller: defaultdict[str, list[Wait]] = defaultdict(list)
+            for wait in answers:
+                by_caller[wait.caller].append(wait)
+            for waits in by_caller.values():
+                self._shrink(waits, limit // 2)
+            self._shrink(answers, limit)
+        if answers or requests:
+            self._looking = asyncio.get_running_loop().call_later(_LOOK_S, self._look)
+
+    def _shrink(self, waits: Iterable[Wait], limit: int) -> None:
+        """End calls until their unread answers take at most a limit; the newest one alone may exceed it."""
+        answers = [wait for wait in waits if wait.num_bytes]
+        num_bytes = sum(wait.num_bytes for wait in answers)
+        if num_bytes <= limit:
+            return
+        num_excess = num_bytes - limit + limit // _ROOM_SHARE
+        while num_excess > 0 and len(answers) > 1:
+            for wait in _of_largest_holder(answers[:-1], lambda one: one.num_bytes):
                 self._give_up(wait, "pressure", SlowReader(f"more than {limit} bytes of answers wait to be read"))
-                if self._unsent_bytes <= wanted:
+                num_excess -= wait.num_bytes
+                if num_excess <= 0:
                     return
+            answers = [wait for wait in answers if wait in self._waits[Stage.ANSWER]]
 
     def _watch(self, stage: Stage, after_s: float) -> None:
         self._timers[stage] = asyncio.get_running_loop().call_later(after_s, self._give_up_late, stage)

@@ -86,6 +86,11 @@ class Answer:
             self._end(response, event)
         return response
 
+    def serialized_delta(self, event: TokenEvent) -> bytes:
+        """Return the serialised message of a stream's event; empty if it has no content."""
+        response = self.delta(event)
+        return b"" if response is None else response.SerializeToString()
+
     def whole(self, events: Sequence[TokenEvent]) -> pb.GenerateUnaryResponse:
         """Return the message of all outputs, from their terminal events. Each event has all tokens of its output."""
         last = last_of(events)

@@ -45,7 +45,8 @@ class Conversation:
         self._open: set[OpenRequest] = set()
         self._by_id: dict[int, OpenRequest] = {}  # those whose last answer is not on its way
         self._reading: dict[int, asyncio.Task[None]] = {}  # long texts, read in a thread
-        self._outbox = Outbox(pacing.writer(context), lambda: pacing.window_s, self._answering, self._answered)
+        writer = pacing.writer(context, self._backlog_bytes)
+        self._outbox = Outbox(writer, lambda: pacing.window_s, self._answering, self._answered)
         self._has_room = asyncio.Event()
         self._has_room.set()
         self._is_idle = asyncio.Event()
@@ -138,6 +139,10 @@ class Conversation:
         if not self._open:
             self._is_idle.set()
         self._in_flight.end_request(one.call)
+
+    def _backlog_bytes(self) -> int:
+        """Return the memory of the open requests."""
+        return sum(one.num_bytes for one in self._open)
 
     def _leave(self, cause: CancelCause | None) -> None:
         """End what is unanswered when the call ends. cause: None where the client left."""

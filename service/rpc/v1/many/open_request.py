@@ -17,6 +17,10 @@ from antiphon.service.rpc.v1.answers.answers import Answer
 from antiphon.service.rpc.v1.submission import Submitted
 from antiphon.v1 import inference_pb2 as pb
 
+# Memory of a request with its record, without its tokens, and of a token of its source.
+_REQUEST_BYTES = 8 << 10
+_SOURCE_TOKEN_BYTES = 40
+
 
 class Cancelled(AntiphonError):
     """The client cancelled one request of a call."""
@@ -34,6 +38,13 @@ class OpenRequest:
     call: Call
     submitted: Submitted | None = None
     error: AntiphonError | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the request and of its unread answer."""
+        if (work := self.submitted) is None:
+            return _REQUEST_BYTES
+        return _REQUEST_BYTES + _SOURCE_TOKEN_BYTES * work.request.num_source_tokens + work.stream.unread_bytes
 
     def write_to(self, response: pb.GenerateManyResponse) -> bool:
         """Add the answers that it has now. Return whether its last answer is among them."""

@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
-from antiphon.service.rpc.v1.answers.pacing import Writer
+from antiphon.service.rpc.calls.waits.writer import Writer
 from antiphon.service.rpc.v1.many.open_request import OpenRequest
 from antiphon.v1 import inference_pb2 as pb
 
@@ -80,13 +80,15 @@ class Outbox:
                 self._on_answering(one)
                 answered.append(one)
             num_bytes += sum(answer.ByteSize() for answer in response.answers[num_before:])
-        if response.answers:
-            await self._write(response)
+        data = response.SerializeToString()
+        del response  # its objects take several times the memory, and the client may not read
+        if data:
+            await self._write(data)
         for one in answered:
             self._on_answered(one)
 
-    async def _write(self, response: pb.GenerateManyResponse) -> None:
-        writing = asyncio.ensure_future(self._writer.write(response))
+    async def _write(self, data: bytes) -> None:
+        writing = asyncio.ensure_future(self._writer.write(data))
         try:
             await asyncio.shield(writing)
         except asyncio.CancelledError:

@@ -77,3 +77,6 @@ class NullRunner:
 
     def copy_blocks(self, sources: NDArray[np.int32], targets: NDArray[np.int32]) -> None:
         """Do nothing: blocks have no content."""
+
+    def free_cache(self) -> None:
+        """Do nothing: blocks have no content."""

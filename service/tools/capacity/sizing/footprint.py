@@ -13,7 +13,11 @@ from dataclasses import dataclass, replace
 from antiphon.model.bundle.manifest import Bundle, GraphSet
 from antiphon.model.ops.cache_geometry import BLOCK_SIZE
 from antiphon.service.domain.limits import EngineLimits
+from antiphon.service.rpc.calls.waits.client_waits import FLOOD_FACTOR
+from antiphon.service.rpc.security.access_settings import AccessSettings
+from antiphon.service.server.listener import max_unaccepted_calls
 from antiphon.service.server.models.memory import Need, need_of
+from antiphon.service.server.parts import MAX_INCOMPLETE_BYTES
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -31,13 +35,13 @@ PACKED_SHARE = 0.5
 ROUNDING = 1.125
 # ... and keeps at most this much freed memory for the next run.
 ALLOCATOR_CACHE_BYTES = 64 * MIB
-# 1,088 concurrent requests, 64 of them running: 26 KB each on one connection without their tokens; 19 KB more for each
-# separate connection.
-REQUEST_BYTES = 48 * KIB
+# 4,200 calls whose answers are not read: 26 KB each without their tokens. 1,088 connections: 19 KB each.
+CALL_BYTES = 28 * KIB
+CONNECTION_BYTES = 20 * KIB
+# 8,192 calls that were reset before the event loop accepted them: 15.6 KB each.
+UNACCEPTED_CALL_BYTES = 16 * KIB
 # An id is an int of 28 bytes, with 8 bytes in its list; the received message holds it once more.
 SOURCE_TOKEN_BYTES = 40
-# Memory of one token in a stream that its client has not read yet (docs/LIFECYCLE.md).
-UNREAD_TOKEN_BYTES = 40
 # Fragmentation of malloc, stacks of threads, a scrape, attention maps (20 MB): resident memory varied by 10 % in 58
 # minutes of mixed traffic (docs/reliability.md).
 HEADROOM = 0.1
@@ -83,7 +87,7 @@ def footprint_of(bundle: Bundle, graphs: GraphSet, limits: EngineLimits, num_wor
         Term(name="runtime", formula="Python, libraries, gRPC: measured", num_bytes=RUNTIME_BYTES),
         *_model_terms(bundle, need),
         *_workspace_terms(_encoder(bundle, graphs, need, limits), _decoder(bundle, limits)),
-        *_request_terms(bundle, limits),
+        *_request_terms(limits),
     ]
     held = [_weights(need), *(_of_all(term, num_workers) for term in own)]
     if num_workers > 1:
@@ -158,15 +162,30 @@ def _decoder(bundle: Bundle, limits: EngineLimits) -> Term:
     return Term(name="decoder workspace", formula=formula, num_bytes=math.ceil(ROUNDING * num_tokens * width * 4))
 
 
-def _request_terms(bundle: Bundle, limits: EngineLimits) -> Sequence[Term]:
-    num_requests = limits.max_accepted_requests
-    unread = limits.max_num_seqs * bundle.manifest.model.max_target_len
+def _request_terms(limits: EngineLimits) -> Sequence[Term]:
+    num_connections, num_calls = limits.max_accepted_requests, _default("max_concurrent_rpcs")
+    num_unaccepted = max_unaccepted_calls(num_calls)
     return [
         Term(
-            name="requests",
+            name="connections",
             formula=f"({limits.max_num_seqs:,} running + {limits.max_queued_requests:,} waiting)"
-            f" x {REQUEST_BYTES:,} bytes, each with its own connection",
-            num_bytes=num_requests * REQUEST_BYTES,
+            f" x {CONNECTION_BYTES:,} bytes, one for each request",
+            num_bytes=num_connections * CONNECTION_BYTES,
+        ),
+        Term(
+            name="calls",
+            formula=f"{num_calls:,} (max_concurrent_rpcs) x {CALL_BYTES:,} bytes",
+            num_bytes=num_calls * CALL_BYTES,
+        ),
+        Term(
+            name="unaccepted calls",
+            formula=f"{num_unaccepted:,} that wait for the event loop x {UNACCEPTED_CALL_BYTES:,} bytes",
+            num_bytes=num_unaccepted * UNACCEPTED_CALL_BYTES,
+        ),
+        Term(
+            name="arriving requests",
+            formula=f"{FLOOD_FACTOR:g} x {MAX_INCOMPLETE_BYTES:,} bytes of incomplete messages",
+            num_bytes=math.ceil(FLOOD_FACTOR * MAX_INCOMPLETE_BYTES),
         ),
         Term(
             name="waiting tokens",
@@ -175,7 +194,13 @@ def _request_terms(bundle: Bundle, limits: EngineLimits) -> Sequence[Term]:
         ),
         Term(
             name="unread answers",
-            formula=f"{unread:,} tokens of running requests x {UNREAD_TOKEN_BYTES} bytes",
-            num_bytes=unread * UNREAD_TOKEN_BYTES,
+            formula="max_unsent_bytes",
+            num_bytes=_default("max_unsent_bytes"),
         ),
     ]
+
+
+def _default(name: str) -> int:
+    """Return the default of a setting of the gRPC port."""
+    value: int = AccessSettings.model_fields[name].default
+    return value
