@@ -289,6 +289,11 @@ async def test_client_that_vanishes_leaves_nothing_behind() -> None:
         talk = Talk(served)
         await talk.send(*(one(i, **ENDLESS) for i in range(20)))
         await asyncio.to_thread(gate.reached.wait)
+        async with asyncio.timeout(60):
+            while True:  # until all have begun; the call itself counts too
+                if served.registry.get_sample_value("antiphon_grpc_server_in_flight") == 21:
+                    break
+                await asyncio.sleep(0.01)
         talk.call.cancel()
         gate.open()
         async with asyncio.timeout(60):
