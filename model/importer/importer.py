@@ -156,7 +156,7 @@ def import_checkpoint(options: ImportOptions, check: CheckAnswers | None = None)
 
 def _print_notes(source: _Source) -> None:
     if source.notes:
-        print(f"antiphon import: differences from {source.folder} in transformers:", file=sys.stderr)
+        print(f"note: differences from {source.folder} in transformers:", file=sys.stderr)
         for note in source.notes:
             print(f"  - {note}", file=sys.stderr)
 
@@ -229,12 +229,12 @@ def _text(source: _Source, original: Any, text_folder: Path) -> TextFormat:
     family.write_text(source.folder, settings, text_folder)
     try:
         text = family.text(source.folder, settings, config)
+        is_converted = original is not None and text.kind == "tokenizers"
     except NoTokenizersFile:
-        text = None
-    if original is not None and (text is None or text.kind == "tokenizers"):
-        write_tokenizer(original, text_folder, source.num_rows, source.notes)
-        text = None
-    if text is None:
+        is_converted = True
+    if is_converted:
+        if original is not None:
+            write_tokenizer(original, text_folder, source.num_rows, source.notes)
         text = family.text(text_folder, settings, config)
     return _with_rows(text, source.num_rows)
 
@@ -382,7 +382,7 @@ def _compared(
 
 
 def _prompts(source: _Source, tokenizer: Tokenizer, text: TextFormat) -> list[Prompt]:
-    """Return a few texts that fit the model and have no unknown characters only."""
+    """Return the first few texts that fit the model, with their tokens."""
     config = source.config
     longest = config.max_target_len // 2 if config.architecture == "decoder" else config.max_source_len
     encoded = zip(TEXTS, encode_sources(tokenizer, text, TEXTS), strict=True)

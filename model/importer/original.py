@@ -96,15 +96,15 @@ class Prompt:
 class OriginalAnswer:
     """The answer of `generate` to a prompt: new tokens without end tokens.
 
-    rivals: token sequences that `generate` could have returned just as well, because their scores differ by less than
-    float32 sums in another order do.
+    ties: token sequences that `generate` could have returned as well, because their scores differ by less than float32
+        sums in another order do; for a greedy answer their beginnings, up to the token with an equal score.
     first_logprobs: log-probability of each token that a sampling checkpoint can choose first, the likeliest 20 of them;
-    empty for a checkpoint that does not sample.
+        empty for a checkpoint that does not sample.
     """
 
     prompt: Prompt
     ids: tuple[int, ...]
-    rivals: tuple[tuple[int, ...], ...] = ()
+    ties: tuple[tuple[int, ...], ...] = ()
     first_logprobs: Mapping[int, float] = field(default_factory=dict)
 
 
@@ -178,27 +178,27 @@ def _generated(
     generation: Mapping[str, Any],
     sampling: Mapping[str, Any],
 ) -> OriginalAnswer:
-    """Return the answer of `generate`, with the rivals that a tie of scores makes possible."""
+    """Return the answer of `generate`, with its ties."""
     width = generation.get("num_beams") or 1
-    found = _generate(original, prompt, **generation, num_return_sequences=width)
+    output = _generate(original, prompt, **generation, num_return_sequences=width)
     num_given = 1 if config.architecture == "encoder-decoder" else len(prompt.ids)
     ends = {*_listed(generation["eos_token_id"])}
     answers = [
         tuple(itertools.takewhile(lambda token_id: token_id not in ends, row[num_given:].tolist()))
-        for row in found.sequences
+        for row in output.sequences
     ]
     if width > 1:
-        scores = found.sequences_scores
-        rivals = [ids for ids, score in zip(answers, scores, strict=True) if scores[0] - score < _TIE]
+        scores = output.sequences_scores
+        ties = [ids for ids, score in zip(answers, scores, strict=True) if scores[0] - score < _TIE]
     else:
-        rivals = _rivals(answers[0], found.scores)
+        ties = _ties(answers[0], output.scores)
     first: dict[int, float] = {}
     if sampling:
         logprobs = _generate(original, prompt, **{**generation, **sampling, "max_new_tokens": 1}).scores[0][0]
         likeliest = logprobs.log_softmax(dim=-1).topk(min(_NUM_FIRST, len(logprobs)))
         pairs = zip(likeliest.indices.tolist(), likeliest.values.tolist(), strict=True)
         first = {token_id: logprob for token_id, logprob in pairs if logprob > -math.inf}
-    return OriginalAnswer(prompt=prompt, ids=answers[0], rivals=tuple(rivals), first_logprobs=first)
+    return OriginalAnswer(prompt=prompt, ids=answers[0], ties=tuple(ties), first_logprobs=first)
 
 
 def _generate(original: Any, prompt: Prompt, **settings: Any) -> Any:
@@ -215,14 +215,17 @@ def _generate(original: Any, prompt: Prompt, **settings: Any) -> Any:
     )
 
 
-def _rivals(answer: tuple[int, ...], scores: Sequence[Tensor]) -> list[tuple[int, ...]]:
-    """Return the beginnings of a greedy answer up to a tie, each with the other token; what follows it is not known."""
-    rivals = []
+def _ties(answer: tuple[int, ...], scores: Sequence[Tensor]) -> list[tuple[int, ...]]:
+    """Return the beginnings of a greedy answer up to a tie, with each of its two tokens; the rest is not known.
+
+    scores: for each step those of all tokens, [1, V].
+    """
+    ties = []
     for step, row in enumerate(scores[: len(answer) + 1]):
         best = row[0].topk(2)
         if best.values[0] - best.values[1] < _TIE:
-            rivals += [(*answer[:step], token_id) for token_id in best.indices.tolist()]
-    return rivals
+            ties += [(*answer[:step], token_id) for token_id in best.indices.tolist()]
+    return ties
 
 
 def _listed(ends: int | Sequence[int]) -> Sequence[int]:

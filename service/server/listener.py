@@ -71,7 +71,7 @@ def channel_options(settings: AccessSettings, *, shares_port: bool = False) -> l
         # the bandwidth core keeps to it. Then the window is that of the whole message.
         ("grpc.http2.lookahead_bytes", UNREAD_REQUEST_BYTES),
         ("grpc.http2.bdp_probe", 0),
-        # A call that waits for the event loop takes 14 KB even after its client has reset it, and clients can make
+        # A call that waits for the event loop takes 16 KB even after its client has reset it, and clients can make
         # 50,000 a second. Core cancels those beyond a limit; between two different limits it would choose at random.
         ("grpc.server.max_pending_requests", num_unaccepted),
         ("grpc.server.max_pending_requests_hard_limit", num_unaccepted),

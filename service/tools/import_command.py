@@ -77,8 +77,8 @@ async def _compare_answers(directory: Path, precision: Precision, expected: Sequ
 
 def _compare_answer(answer: OriginalAnswer, served: Generation) -> None:
     """Raise VerificationError unless the answer is the original's, or one that a tie of scores makes as good."""
-    is_rival = any(served.token_ids[: len(rival)] == rival for rival in answer.rivals)
-    if served.token_ids != answer.ids and not is_rival:
+    is_tie = any(served.token_ids[: len(tie)] == tie for tie in answer.ties)
+    if served.token_ids != answer.ids and not is_tie:
         raise VerificationError(
             f"the imported model answers {answer.prompt.text!r} with the tokens {list(served.token_ids)}, and "
             f"`generate` of transformers with {list(answer.ids)}; --no-verify skips the comparison"

@@ -41,16 +41,16 @@ def text(folder: Path, settings: Settings, config: ModelConfig) -> TextFormat:
     described = read_json(folder / "tokenizer_config.json")
     name = str(described.get("tokenizer_class") or settings.get("tokenizer_class") or "")
     forced = settings.get("forced_bos_token_id")
-    found = tokenizers_format(folder, languages=Languages(place="begin"))
+    format_ = tokenizers_format(folder, languages=Languages(place="begin"))
     is_50 = "50" in name
     if not name.startswith("MBart"):
-        is_50 = found.template[0] == "$source_language" or forced in found.languages.values()
-    if name.startswith("MBart") and "$source_language" not in found.template:
+        is_50 = format_.template[0] == "$source_language" or forced in format_.languages.values()
+    if name.startswith("MBart") and "$source_language" not in format_.template:
         template = ("$source_language", "$text", "</s>") if is_50 else ("$text", "</s>", "$source_language")
-        found = tokenizers_format(folder, languages=Languages(place="begin"), template=template)
-    if is_50 and found.languages:
-        found = found.model_copy(update=dict(target_language_place="first"))
-    return with_default_languages(found, "en_XX", forced if is_50 else config.bos_id)
+        format_ = tokenizers_format(folder, languages=Languages(place="begin"), template=template)
+    if is_50 and format_.languages:
+        format_ = format_.model_copy(update=dict(target_language_place="first"))
+    return with_default_languages(format_, "en_XX", forced if is_50 else config.bos_id)
 
 
 FAMILY = Family(

@@ -18,6 +18,9 @@ from safetensors.torch import load_file, save_file
 from antiphon.cli import main as cli
 from antiphon.model.bundle.manifest import load_bundle
 from antiphon.model.checkpoints import settings as checkpoint_settings
+from antiphon.model.importer import generation_settings, importer
+from antiphon.model.importer.generation_settings import comparable_generation
+from antiphon.model.importer.original_tokenizer import write_tokenizer
 from antiphon.model.text.tokenizer import open_tokenizer
 from tests.parity.seq2seq_checkpoints import save
 
@@ -118,6 +121,39 @@ def test_model_is_refused_when_it_would_compute_something_else_than_the_original
     monkeypatch.setitem(checkpoint_settings._ACTIVATIONS, "gelu", "relu")
     said = refused(checkpoint, tmp_path, capsys)
     assert re.search(r"differs from the original: the error of its (encoder states|logits) is .*, at most 1e-04", said)
+
+
+def test_bundle_is_refused_when_its_texts_have_other_tokens_than_those_of_the_original(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lowering(original: Any, to: Path, *others: Any) -> None:
+        write_tokenizer(original, to, *others)
+        described = json.loads((to / "tokenizer.json").read_text())
+        (to / "tokenizer.json").write_text(json.dumps({**described, "normalizer": {"type": "Lowercase"}}))
+
+    monkeypatch.setattr(importer, "write_tokenizer", lowering)
+    assert "the imported tokenizer differs from the original" in refused(checkpoint, tmp_path, capsys)
+
+
+def test_bundle_is_refused_when_it_gives_other_answers_than_the_original(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importer, "comparable_generation", without_beams)
+    assert re.search(r"answers '.*' with the tokens .*, and `generate` of", refused(checkpoint, tmp_path, capsys))
+
+
+def without_beams(*settings: Any) -> dict[str, Any]:
+    return {**comparable_generation(*settings), "num_beams": 1, "repetition_penalty": 9.0}
+
+
+def test_bundle_that_a_server_refuses_is_refused(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bundle with early_stopping and without beams was written, and `antiphon serve` refused it."""
+    path = checkpoint / "generation_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "num_beams": 17, "early_stopping": True}))
+    monkeypatch.setattr(generation_settings, "RULES", ())
+    assert "a server refuses the imported bundle" in refused(checkpoint, tmp_path, capsys)
 
 
 def test_a_truncated_file_is_refused(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
