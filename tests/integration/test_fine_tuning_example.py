@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import subprocess
 import sys
@@ -39,7 +40,7 @@ def import_adapted(base: Path, folder: Path) -> Path:
     return target
 
 
-async def test_example_with_pairs_learns_and_is_served(tmp_path: Path) -> None:
+def test_example_with_pairs_learns_and_is_served(tmp_path: Path) -> None:
     base = tmp_path / "bart"
     save(base, "bart")
     pairs = [f"{text}\t{text.split()[-1]} small words" for text in TEXTS]
@@ -47,9 +48,12 @@ async def test_example_with_pairs_learns_and_is_served(tmp_path: Path) -> None:
     losses = [float(loss) for loss in re.findall(r"loss (\S+)", run_example(0, "facebook/bart-base", base, tmp_path))]
     assert losses[-1] < losses[0]
     bundle = import_adapted(base, tmp_path)
+    assert asyncio.run(served_answers(bundle)) == translate(base, tmp_path / "adapter", TEXTS[:5])
+
+
+async def served_answers(bundle: Path) -> list[str]:
     async with serving_bundle(bundle) as served:
-        found = [(await served.client.generate_text(text)).text for text in TEXTS[:5]]
-    assert found == translate(base, tmp_path / "adapter", TEXTS[:5])
+        return [(await served.client.generate_text(text)).text for text in TEXTS[:5]]
 
 
 @torch.no_grad()
