@@ -28,8 +28,8 @@ SERVICE_TESTS := $(addprefix tests/unit/,calls observability protocols security 
 JOBS ?= 2
 
 PROTOS := $(shell find protos -name '*.proto')
-NATIVE := $(wildcard model/ops/native/* model/ops/cuda/native/*)
-ENGINE := $(shell find service/engine -name '*.py')
+NATIVE := $(wildcard model/antiphon/ops/native/* model/antiphon/ops/cuda/native/*)
+ENGINE := $(shell find service/antiphon/engine -name '*.py')
 
 # Tests of training data run if the data is beside the checkout, and are skipped otherwise.
 ifeq ($(origin ANTIPHON_DATA),undefined)
@@ -64,23 +64,23 @@ test: lint oip-clients deploy-tools browser ## Run lint, types and all tests. AR
 
 test-cuda: cuda-tools ## Test the operators for GPUs in Triton's interpreter, without a card. ARGS="-k sample"
 	@echo "==> pytest tests/cuda"
-	@PYTHONPATH=protos:. $(CUDA)/bin/python -m pytest -n $(JOBS) --dist loadfile tests/cuda $(ARGS)
+	@PYTHONPATH=protos:service:model:. $(CUDA)/bin/python -m pytest -n $(JOBS) --dist loadfile tests/cuda $(ARGS)
 
 # A version whose interpreter or packages are missing is printed and left out.
 test-pythons: $(VENV)/.installed ## Test the service with every other Python from 3.11 to 3.14 that PATH has. ARGS="-k cancel"
 	@set -e; for python in $$(requirements/pythons.sh $(PYTHONS)); do \
 		echo "==> pytest with $$($$python --version)"; \
-		PYTHONPATH=protos:. $$python -m pytest -n $(JOBS) --dist loadfile $(SERVICE_TESTS) \
+		PYTHONPATH=protos:service:model:. $$python -m pytest -n $(JOBS) --dist loadfile $(SERVICE_TESTS) \
 			--ignore tests/unit/server/test_memory.py $(ARGS); \
 	done
 
 cuda-tools: $(CUDA)/.installed ## Create .venv-cuda: Triton and onnxruntime-gpu, for test-cuda and kernels. 1 GB.
 
-kernels: cuda-tools ## Compile the kernels for GPUs: model/ops/cuda/compiled/. ARGS="--architecture 90"
-	@PYTHONPATH=protos:. $(CUDA)/bin/python -m antiphon.model.ops.cuda.compile_kernels $(ARGS)
+kernels: cuda-tools ## Compile the kernels for GPUs: model/antiphon/ops/cuda/compiled/. ARGS="--architecture 90"
+	@PYTHONPATH=protos:service:model:. $(CUDA)/bin/python -m antiphon.ops.cuda.compile_kernels $(ARGS)
 
 gpu-bench: kernels ## Measure an NVIDIA GPU: one JSON file a part in runs/gpu. ARGS="--shape base"
-	@PYTHONPATH=protos:. $(CUDA)/bin/python -m antiphon.service.tools.bench.gpu --folder runs/gpu $(ARGS)
+	@PYTHONPATH=protos:service:model:. $(CUDA)/bin/python -m antiphon.tools.bench.gpu --folder runs/gpu $(ARGS)
 
 oip-clients: $(OIP_CLIENTS)/.installed ## Create .venv-oip-clients: published clients of the Open Inference Protocol, for tests.
 
@@ -140,7 +140,7 @@ lint: $(VENV)/.test-tools ## Run ruff, import-linter, mypy and the C++ compiler'
 	@CXX="$(CXX)" CXXFLAGS="$(CXXFLAGS) -Werror" $(BIN)/python hatch_build.py
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
-	@PYTHONPATH=protos $(BIN)/lint-imports
+	@$(BIN)/lint-imports
 	@$(BIN)/mypy
 
 stubs: $(VENV)/.installed ## Generate the protobuf stubs, and compile the native library and the engine again.
@@ -185,7 +185,7 @@ lock: $(VENV)/.created ## Resolve versions and hashes again, and keep locked one
 
 clean: ## Remove .venv and all build results.
 	rm -rf $(VENV) $(OIP_CLIENTS) $(DEPLOY) $(CUDA) .venv-3.* build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
-	find model/ops service/engine protos -name '*.so' -delete
+	find model/antiphon/ops service -name '*.so' -delete
 	find protos -name '*_pb2*.py' -delete -o -name '*_pb2*.pyi' -delete
 
 # torch stays out of the locks: see [tool.uv.dependency-metadata] in pyproject.toml.

@@ -16,16 +16,18 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-PROTO_ROOT = Path("protos")
-NATIVE_SOURCES = (Path("model/ops/native"), Path("model/ops/cuda/native"))
-NATIVE_LIBRARY = Path("model/ops/_native.so")
+# Each holds a part of the namespace package `antiphon`; the wheel joins them.
+SOURCE_ROOTS = (Path("protos"), Path("service"), Path("model"))
+PROTO_ROOT = SOURCE_ROOTS[0]
+NATIVE_SOURCES = (Path("model/antiphon/ops/native"), Path("model/antiphon/ops/cuda/native"))
+NATIVE_LIBRARY = Path("model/antiphon/ops/_native.so")
 # Products and sums keep the order that is written: the same row gives the same bits in every kernel.
 NATIVE_FLAGS = (
     *("-std=c++17", "-O3", "-fPIC", "-pthread", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno"),
@@ -44,7 +46,7 @@ INSTRUCTION_SETS = {
 }
 # Modules that mypyc compiles: the interpreter otherwise takes half of the engine's time for small models. Where a
 # module was not compiled, Python runs its source, with equal results.
-ENGINE = Path("service/engine")
+ENGINE = SOURCE_ROOTS[1] / "antiphon" / "engine"
 # The first copies objects through their __dict__, which compiled ones do not have; the second is a coroutine.
 _NOT_COMPILED = (ENGINE / "constraints", ENGINE / "sequences" / "reader.py")
 # mypyc puts the code of all modules into one library, which each module's own file loads by this name.
@@ -58,7 +60,8 @@ import sys
 from mypyc.build import mypycify
 from setuptools import Distribution
 
-options = ["--config-file=", "--ignore-missing-imports", "--python-version=%d.%d" % sys.version_info[:2]]
+options = ["--config-file=", "--ignore-missing-imports", "--namespace-packages", "--explicit-package-bases"]
+options += ["--python-version=%d.%d" % sys.version_info[:2]]
 modules = mypycify([*options, *sys.argv[2:]], opt_level="2", multi_file=True, group_name=sys.argv[1])
 build = Distribution({"name": "antiphon", "ext_modules": modules}).get_command_obj("build_ext")
 build.build_lib, build.build_temp, build.parallel = "built", "objects", True
@@ -140,18 +143,19 @@ def compile_engine(root: Path) -> Path | None:
     missing, removes earlier results, prints what is missing and returns None.
     """
     sources = engine_sources(root)
-    library = root / PROTO_ROOT / f"{_ENGINE_LIBRARY}__mypyc{_SUFFIX}"
+    library = root / SOURCE_ROOTS[1] / f"{_ENGINE_LIBRARY}__mypyc{_SUFFIX}"
     if not sources or _is_compiled(sources, library, root):
         return library if sources else None
-    for old in (*(root / ENGINE).rglob(f"*{_SUFFIX}"), *(root / PROTO_ROOT).glob(f"{_ENGINE_LIBRARY}*{_SUFFIX}")):
+    for old in (*(root / ENGINE).rglob(f"*{_SUFFIX}"), *library.parent.glob(f"{_ENGINE_LIBRARY}*{_SUFFIX}")):
         old.unlink()
     try:
         _require_for_engine()
         with tempfile.TemporaryDirectory() as folder:
             _run_mypyc(sources, root, Path(folder))
-            for path in (Path(folder) / "built" / "antiphon").rglob("*.so"):
-                shutil.copy(path, root / path.relative_to(Path(folder) / "built" / "antiphon"))
-            shutil.copy(Path(folder) / "built" / library.name, library)  # last: it shows that all others are there
+            built = Path(folder) / "built"
+            for path in (built / "antiphon").rglob("*.so"):
+                shutil.copy(path, library.parent / path.relative_to(built))
+            shutil.copy(built / library.name, library)  # last: it shows that all others are there
     except BuildError as error:
         print(f"antiphon: the engine is not compiled and costs more CPU time: {error}", file=sys.stderr)
         return None
@@ -177,14 +181,11 @@ def _module(source: Path) -> Path:
 
 
 def _run_mypyc(sources: Sequence[Path], root: Path, folder: Path) -> None:
-    """Compile into folder/built. The package is put together there, since a source distribution has no symlinks."""
-    package = folder / "antiphon"
-    package.mkdir()
-    parts = {path.name: path for path in (root / PROTO_ROOT / "antiphon").iterdir()}
-    for name, target in (parts | {"model": root / "model", "service": root / "service"}).items():
-        (package / name).symlink_to(target.resolve())
-    names = [str("antiphon" / path.relative_to(root)) for path in sources]
-    _call([sys.executable, "-c", _COMPILE_ENGINE, _ENGINE_LIBRARY, *names], folder, "mypyc")
+    """Compile into folder/built."""
+    roots = os.pathsep.join(str((root / path).resolve()) for path in SOURCE_ROOTS)
+    names = [str(path.resolve()) for path in sources]
+    command = [sys.executable, "-c", _COMPILE_ENGINE, _ENGINE_LIBRARY, *names]
+    _call(command, folder, "mypyc", os.environ | {"MYPYPATH": roots})
 
 
 def _require_for_engine() -> None:
@@ -210,8 +211,8 @@ def _environment_program(name: str) -> str:
     return found
 
 
-def _call(command: Sequence[str], root: Path, name: str) -> None:
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+def _call(command: Sequence[str], root: Path, name: str, environment: Mapping[str, str] | None = None) -> None:
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
     if done.stderr:
         print(done.stderr, end="", file=sys.stderr)
     if done.returncode:

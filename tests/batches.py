@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from antiphon.model.ops.sampling import FLOAT_PARAMS, INT_PARAMS, SamplingArrays
-from antiphon.service.domain.request import SamplingParams
-from antiphon.service.runtime.runner import DecodeBatch
+from antiphon.domain.request import SamplingParams
+from antiphon.ops.sampling import FLOAT_PARAMS, INT_PARAMS, SamplingArrays
+from antiphon.runtime.runner import DecodeBatch
 
 Tables = Sequence[Sequence[int]]
 

@@ -11,17 +11,17 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from antiphon.client import AsyncClient
-from antiphon.model.ops.cuda.driver import CudaDevice
-from antiphon.service.observability.metrics.metric_families import MetricFamilies
-from antiphon.service.observability.telemetry import Telemetry
-from antiphon.service.rpc.calls.probes import HealthServicer
-from antiphon.service.rpc.v1.answers.pacing import Pacing
-from antiphon.service.rpc.v1.handlers import Calls
-from antiphon.service.rpc.v1.models import Models, Served
-from antiphon.service.server.models.loading import Shared, load
-from antiphon.service.server.models.memory import MemoryBudget
-from antiphon.service.server.parts import build_server
-from antiphon.service.server.settings import ServerConfig
+from antiphon.observability.metrics.metric_families import MetricFamilies
+from antiphon.observability.telemetry import Telemetry
+from antiphon.ops.cuda.driver import CudaDevice
+from antiphon.rpc.calls.probes import HealthServicer
+from antiphon.rpc.v1.answers.pacing import Pacing
+from antiphon.rpc.v1.handlers import Calls
+from antiphon.rpc.v1.models import Models, Served
+from antiphon.server.models.loading import Shared, load
+from antiphon.server.models.memory import MemoryBudget
+from antiphon.server.parts import build_server
+from antiphon.server.settings import ServerConfig
 from tests.waits import client_waits
 
 

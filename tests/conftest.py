@@ -43,7 +43,7 @@ if importlib.util.find_spec("onnxscript"):
 
 def pytest_sessionstart() -> None:
     """Stop if a compiled module of the engine is older than its source, which would then not be tested."""
-    engine = Path(__file__).parent.parent / "service" / "engine"
+    engine = Path(__file__).parent.parent / "service" / "antiphon" / "engine"
     for compiled in engine.rglob(f"*{sysconfig.get_config_var('EXT_SUFFIX')}"):
         source = compiled.with_name(compiled.name.split(".")[0] + ".py")
         if not source.exists() or source.stat().st_mtime > compiled.stat().st_mtime:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
-from antiphon.model.training.group import Group
-from antiphon.model.training.recipe import FineTuneRecipe, PretrainRecipe
-from antiphon.model.training.trainer import Trainer
+from antiphon.training.group import Group
+from antiphon.training.recipe import FineTuneRecipe, PretrainRecipe
+from antiphon.training.trainer import Trainer
 
 VERBS = {"play": "music", "book": "table", "check": "weather"}
 PLACES = ["rome", "oslo", "lima"]

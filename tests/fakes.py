@@ -17,14 +17,14 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from antiphon.model.head_config import EmbeddingConfig, HeadConfig
-from antiphon.model.head_config import Task as HeadTask
-from antiphon.model.ops.cache_geometry import blocks_for, blocks_of_longest
-from antiphon.model.ops.sampling import SamplingArrays, sample
-from antiphon.service.domain.limits import EngineLimits
-from antiphon.service.domain.request import Arrival, FinishReason, Request, SamplingParams, TokenEvent
-from antiphon.service.domain.tasks import Generate, Score
-from antiphon.service.runtime.runner import DecodeBatch, EncodeReport, Runner, Samples
+from antiphon.architecture.heads import EmbeddingConfig, HeadConfig
+from antiphon.architecture.heads import Task as HeadTask
+from antiphon.domain.limits import EngineLimits
+from antiphon.domain.request import Arrival, FinishReason, Request, SamplingParams, TokenEvent
+from antiphon.domain.tasks import Generate, Score
+from antiphon.ops.cache_geometry import blocks_for, blocks_of_longest
+from antiphon.ops.sampling import SamplingArrays, sample
+from antiphon.runtime.runner import DecodeBatch, EncodeReport, Runner, Samples
 
 _R = TypeVar("_R", bound=Request)
 

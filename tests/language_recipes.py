@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
-from antiphon.model.training.group import Group
-from antiphon.model.training.recipe import LanguageModelRecipe
-from antiphon.model.training.trainer import Trainer
+from antiphon.training.group import Group
+from antiphon.training.recipe import LanguageModelRecipe
+from antiphon.training.trainer import Trainer
 
 MODEL = dict(
     architecture="decoder", encoder_layers=0, decoder_layers=2, d_model=32, num_heads=4, d_ff=64, norm_placement="pre",

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from antiphon.model.bundle.checksum import with_checksum
-from antiphon.model.bundle.manifest import MANIFEST_NAME
+from antiphon.bundle.checksum import with_checksum
+from antiphon.bundle.manifest import MANIFEST_NAME
 
 
 def edit_manifest(bundle: Path, change: Callable[[dict[str, Any]], object]) -> None:

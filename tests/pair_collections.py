@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from antiphon.model.training.data.corpus import Pair
-from antiphon.model.training.recipe_data import DataConfig
+from antiphon.training.data.corpus import Pair
+from antiphon.training.recipe_data import DataConfig
 
 
 def pairs_of(language: str, count: int) -> list[Pair]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from antiphon.model.training.recipe import AnyRecipe
+from antiphon.training.recipe import AnyRecipe
 
 
 def write_recipe(recipe: AnyRecipe, path: Path) -> str:

@@ -18,34 +18,34 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1.health_pb2 import HealthCheckResponse
 from prometheus_client import CollectorRegistry
 
-from antiphon.model.bundle.manifest import GenerationDefaults
-from antiphon.model.config import preset
-from antiphon.model.head_config import HeadConfig
-from antiphon.model.text.format import TextFormat
-from antiphon.model.text.tokenizer import MASK_TOKEN, Tokenizer, byte_bpe_format, encoder_format
-from antiphon.service.domain.limits import EngineLimits
-from antiphon.service.engine.engine import Engine
-from antiphon.service.observability.call import Call
-from antiphon.service.observability.metrics.engine_metrics import Metrics
-from antiphon.service.observability.metrics.metric_families import MetricFamilies
-from antiphon.service.observability.telemetry import Telemetry
-from antiphon.service.rpc.calls.connections.resets import Resets
-from antiphon.service.rpc.calls.probes import HealthServicer, Probes
-from antiphon.service.rpc.security.file_metrics import FileMetrics
-from antiphon.service.rpc.v1.answers.attention_maps import AttentionExplainer
-from antiphon.service.rpc.v1.answers.pacing import Pacing
-from antiphon.service.rpc.v1.handlers import Calls
-from antiphon.service.rpc.v1.models import Models, Served
-from antiphon.service.rpc.v1.requests.long_texts import LongTexts
-from antiphon.service.rpc.v1.requests.options import default_options
-from antiphon.service.rpc.v1.served.model_defaults import NO_DEFAULTS
-from antiphon.service.rpc.v1.served.served_model import ServedModel
-from antiphon.service.rpc.v1.servicer import InferenceServicer
-from antiphon.service.runtime.next_token import NextTokenScorer
-from antiphon.service.server.access import Access
-from antiphon.service.server.listener import close_port, open_port
-from antiphon.service.server.parts import SERVICES, build_server, build_waits, call_limits
-from antiphon.service.server.settings import ServerConfig
+from antiphon.architecture.config import preset
+from antiphon.architecture.heads import HeadConfig
+from antiphon.bundle.manifest import GenerationDefaults
+from antiphon.domain.limits import EngineLimits
+from antiphon.engine.engine import Engine
+from antiphon.observability.call import Call
+from antiphon.observability.metrics.engine_metrics import Metrics
+from antiphon.observability.metrics.metric_families import MetricFamilies
+from antiphon.observability.telemetry import Telemetry
+from antiphon.rpc.calls.connections.resets import Resets
+from antiphon.rpc.calls.probes import HealthServicer, Probes
+from antiphon.rpc.security.file_metrics import FileMetrics
+from antiphon.rpc.v1.answers.attention_maps import AttentionExplainer
+from antiphon.rpc.v1.answers.pacing import Pacing
+from antiphon.rpc.v1.handlers import Calls
+from antiphon.rpc.v1.models import Models, Served
+from antiphon.rpc.v1.requests.long_texts import LongTexts
+from antiphon.rpc.v1.requests.options import default_options
+from antiphon.rpc.v1.served.model_defaults import NO_DEFAULTS
+from antiphon.rpc.v1.served.served_model import ServedModel
+from antiphon.rpc.v1.servicer import InferenceServicer
+from antiphon.runtime.next_token import NextTokenScorer
+from antiphon.server.access import Access
+from antiphon.server.listener import close_port, open_port
+from antiphon.server.parts import SERVICES, build_server, build_waits, call_limits
+from antiphon.server.settings import ServerConfig
+from antiphon.text.format import TextFormat
+from antiphon.text.tokenizer import MASK_TOKEN, Tokenizer, byte_bpe_format, encoder_format
 from antiphon.v1 import inference_pb2 as pb
 from antiphon.v1.inference_pb2_grpc import InferenceServiceStub
 from tests.fakes import FakeRunner, limits_for

@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-from antiphon.service.server.settings import SHIPPED_BUNDLE
+from antiphon.server.settings import SHIPPED_BUNDLE
 from tests.abuse.attack import Size
 from tests.abuse.campaign import Campaign, Plan
 from tests.abuse.honest import expected_answers

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from antiphon.service.server.settings import SHIPPED_BUNDLE
+from antiphon.server.settings import SHIPPED_BUNDLE
 from tests.abuse.attack import Size
 from tests.abuse.honest import Honest, expected_answers
 from tests.abuse.identities import Identities, Issuer

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from antiphon.service.server.settings import SHIPPED_BUNDLE
+from antiphon.server.settings import SHIPPED_BUNDLE
 from tests.abuse.attack import Sent, Size
 from tests.abuse.attacks import attacks
 from tests.abuse.conftest import SIZE

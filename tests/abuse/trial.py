@@ -9,9 +9,9 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 
-from antiphon.service.domain.limits import EngineLimits
-from antiphon.service.server.settings import SHIPPED_BUNDLE
-from antiphon.service.tools.capacity.sizing.sizing import Lengths, Replica, open_profiled, size
+from antiphon.domain.limits import EngineLimits
+from antiphon.server.settings import SHIPPED_BUNDLE
+from antiphon.tools.capacity.sizing.sizing import Lengths, Replica, open_profiled, size
 from tests.abuse import accounts
 from tests.abuse.accounts import Expected
 from tests.abuse.attack import Sent

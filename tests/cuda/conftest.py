@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from antiphon.model.bundle.manifest import Bundle, Lowering, Precision
-from antiphon.model.export.export import export_bundle
-from antiphon.model.ops.cuda.driver import CudaDevice
+from antiphon.bundle.manifest import Bundle, Lowering, Precision
+from antiphon.export.export import export_bundle
+from antiphon.ops.cuda.driver import CudaDevice
 from tests.cuda.standin.device import StandIn
 from tests.parity.exports import small_config, write_checkpoint
 

@@ -12,9 +12,9 @@ import torch
 from onnx import TensorProto, helper
 from torch import Tensor
 
-from antiphon.model.ops.cuda.driver import CudaDevice
-from antiphon.model.ops.operator import Node, Output
-from antiphon.model.ops.workspace import LIBRARY
+from antiphon.ops.cuda.driver import CudaDevice
+from antiphon.ops.operator import Node, Output
+from antiphon.ops.workspace import LIBRARY
 from tests.cuda.standin.device import StandIn
 
 ONNX_TYPES = {

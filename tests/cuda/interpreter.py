@@ -19,7 +19,7 @@ import torch
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, TensorHandle
 
-from antiphon.model.ops.cuda.kernel_list import Kernel, Variant, variants
+from antiphon.ops.cuda.kernel_list import Kernel, Variant, variants
 
 Grid = tuple[int, int, int]
 Order = Callable[[list[Grid]], list[Grid]]
@@ -87,7 +87,7 @@ def _variant(name: str) -> Variant:
 
 
 def _function(kernel: Kernel) -> Any:
-    module = importlib.import_module(f"antiphon.model.ops.cuda.kernels.{kernel.module}")
+    module = importlib.import_module(f"antiphon.ops.cuda.kernels.{kernel.module}")
     return getattr(module, kernel.name)
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from antiphon.model.ops.cuda.kernel_list import HEAD_WIDTHS, VOCABULARY_PART
-from antiphon.model.ops.cuda.nodes import ACTIVATIONS
+from antiphon.ops.cuda.kernel_list import HEAD_WIDTHS, VOCABULARY_PART
+from antiphon.ops.cuda.nodes import ACTIVATIONS
 from tests.cuda.interpreter import Grid, Order, in_order, launch
 
 INT_POISON = -(2**31) + 7

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 
 import pytest
 
-from antiphon.model.ops.cuda.kernel_list import ARCHITECTURES, KERNELS, variants
-from antiphon.model.ops.cuda.library_file import Image, library_name, read_library
-from antiphon.model.ops.cuda.resource_usage import BudgetError, ResourceUsage, check_budget, instructions_of, usage_of
+from antiphon.ops.cuda.kernel_list import ARCHITECTURES, KERNELS, variants
+from antiphon.ops.cuda.library_file import Image, library_name, read_library
+from antiphon.ops.cuda.resource_usage import BudgetError, ResourceUsage, check_budget, instructions_of, usage_of
 
 # Registers of a thread that leave room for two programs of four warps beside each other where memory is the limit.
 MEMORY_BOUND_REGISTERS = 128
@@ -26,7 +26,7 @@ Compiled = Mapping[int, Mapping[str, Image]]
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
     """Compile bfloat16 kernels, in a process of its own: here Triton interprets."""
     folder = tmp_path_factory.mktemp("kernels")
-    command = [sys.executable, "-m", "antiphon.model.ops.cuda.compile_kernels", "--element-type", "bfloat16"]
+    command = [sys.executable, "-m", "antiphon.ops.cuda.compile_kernels", "--element-type", "bfloat16"]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     subprocess.run([*command, "--folder", str(folder)], check=True, env=environment)
     return {

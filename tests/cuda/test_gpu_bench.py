@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from antiphon.model.ops.cuda.driver import CudaDevice
-from antiphon.service.tools.bench.gpu.__main__ import run
+from antiphon.ops.cuda.driver import CudaDevice
+from antiphon.tools.bench.gpu.__main__ import run
 
 
 def measure(device: CudaDevice, folder: Path, parts: list[str], work: Path | None = None) -> dict[str, Any]:

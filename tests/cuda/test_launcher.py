@@ -17,10 +17,10 @@ import torch
 from onnx import helper, numpy_helper
 from torch import Tensor
 
-from antiphon.model.ops.cuda.driver import CudaDevice, CudaError
-from antiphon.model.ops.cuda.library_file import VERSION
-from antiphon.model.ops.cuda.nodes import NODES
-from antiphon.model.ops.operator import Node
+from antiphon.ops.cuda.driver import CudaDevice, CudaError
+from antiphon.ops.cuda.library_file import VERSION
+from antiphon.ops.cuda.nodes import NODES
+from antiphon.ops.operator import Node
 from tests.cuda import node_launches
 from tests.cuda.device_graphs import ONNX_TYPES, DeviceGraph, Outputs, model_of, one_node, restored, results_of
 from tests.cuda.node_arguments import ARGUMENTS, paged_attention_arguments, pick_arguments
@@ -197,7 +197,7 @@ def test_node_refuses_shapes_that_disagree(device: CudaDevice, name: str, change
 
 def test_device_needs_a_driver() -> None:
     """Another process, in which the stand-in is not loaded."""
-    result = in_another_process("from antiphon.model.ops.cuda.driver import describe; describe()")
+    result = in_another_process("from antiphon.ops.cuda.driver import describe; describe()")
     if result.returncode == 0:
         pytest.skip("this machine has a driver")
     assert re.search(r"CudaError: no NVIDIA driver: libcuda\.so\.1: cannot open shared object file", result.stderr)

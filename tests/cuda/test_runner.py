@@ -13,17 +13,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from antiphon.model.bundle.graph import GraphError
-from antiphon.model.bundle.manifest import Bundle
-from antiphon.model.bundle.session import cuda_session
-from antiphon.model.ops.cuda.driver import CudaDevice
-from antiphon.model.ops.sampling import Samples, SamplingArrays
-from antiphon.service.runtime.cuda.encoder_runner import CudaEncoderRunner
-from antiphon.service.runtime.cuda.runner import CudaRunner
-from antiphon.service.runtime.encoder_runner import EncoderRunner
-from antiphon.service.runtime.native_runner import NativeRunner
-from antiphon.service.runtime.runner import Runner
-from antiphon.service.runtime.warm_up import warm_up
+from antiphon.bundle.graph import GraphError
+from antiphon.bundle.manifest import Bundle
+from antiphon.bundle.session import cuda_session
+from antiphon.ops.cuda.driver import CudaDevice
+from antiphon.ops.sampling import Samples, SamplingArrays
+from antiphon.runtime.cuda.encoder_runner import CudaEncoderRunner
+from antiphon.runtime.cuda.runner import CudaRunner
+from antiphon.runtime.encoder_runner import EncoderRunner
+from antiphon.runtime.native_runner import NativeRunner
+from antiphon.runtime.runner import Runner
+from antiphon.runtime.warm_up import warm_up
 from tests.batches import SampleSettings, batch_of, sampling_of
 from tests.cuda.conftest import export_small
 from tests.cuda.standin.device import StandIn

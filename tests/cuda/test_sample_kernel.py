@@ -1,4 +1,4 @@
-"""The end of a step in Triton's interpreter against `sample` of model/ops/sampling.py, which the CPU kernels match."""
+"""The end of a step in Triton's interpreter against `sample` of antiphon.ops.sampling, which the CPU kernels match."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from antiphon.model.ops.sampling import NONE_ALLOWED, NOT_FINITE, Samples, SamplingArrays
-from antiphon.model.ops.sampling import sample as sample_in_numpy
+from antiphon.ops.sampling import NONE_ALLOWED, NOT_FINITE, Samples, SamplingArrays
+from antiphon.ops.sampling import sample as sample_in_numpy
 from tests.batches import SampleSettings, sampling_of
 from tests.cuda import node_launches
 

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
+from antiphon.bundle.manifest import Bundle
 from antiphon.client import Generation, Options
-from antiphon.model.bundle.manifest import Bundle
-from antiphon.model.ops.cuda.driver import CudaDevice
-from antiphon.service.observability.metrics.metric_families import MetricFamilies
-from antiphon.service.rpc.v1.answers.pacing import Pacing
-from antiphon.service.rpc.v1.models import Served
-from antiphon.service.server.models.loading import Shared, StartupError, load
-from antiphon.service.server.models.memory import MemoryBudget
-from antiphon.service.server.settings import ServerConfig
+from antiphon.observability.metrics.metric_families import MetricFamilies
+from antiphon.ops.cuda.driver import CudaDevice
+from antiphon.rpc.v1.answers.pacing import Pacing
+from antiphon.rpc.v1.models import Served
+from antiphon.server.models.loading import Shared, StartupError, load
+from antiphon.server.models.memory import MemoryBudget
+from antiphon.server.settings import ServerConfig
 from antiphon.v1 import inference_pb2 as pb
 from tests.bundle_serving import serving_bundle
 from tests.cuda.conftest import export_small

@@ -15,7 +15,7 @@ import torch
 from onnx import helper
 from torch import Tensor
 
-from antiphon.model.ops.cuda.driver import CudaDevice, CudaError, describe
+from antiphon.ops.cuda.driver import CudaDevice, CudaError, describe
 from tests.cuda.device_graphs import ONNX_TYPES, DeviceGraph, DeviceTensor, model_of, restored
 from tests.cuda.standin.device import ARCHITECTURE, StandIn
 from tests.cuda.test_kernels import DTYPES, Draw
@@ -26,7 +26,7 @@ import ctypes, sys
 from pathlib import Path
 for name in ("libcudart.so.13", "libcuda.so.1"):
     ctypes.CDLL(str(Path(sys.argv[1]) / name), mode=ctypes.RTLD_GLOBAL)
-from antiphon.model.ops.cuda.driver import CudaDevice, describe
+from antiphon.ops.cuda.driver import CudaDevice, describe
 """
 
 

@@ -21,10 +21,10 @@ from pathlib import Path
 
 import grpc
 
+from antiphon.bundle.manifest import load_bundle, write_manifest
 from antiphon.client import Client
 from antiphon.load.workload.texts import EVERYDAY
-from antiphon.model.bundle.manifest import load_bundle, write_manifest
-from antiphon.service.server.settings import SHIPPED_BUNDLE
+from antiphon.server.settings import SHIPPED_BUNDLE
 from antiphon.v1 import inference_pb2 as pb
 from antiphon.v1.inference_pb2_grpc import InferenceServiceStub
 from tests.certificates import Authority, Pair, trusting
@@ -40,7 +40,7 @@ MAX_RESTARTS = 10
 # Runs the following command, with a decoder that is faulty while a file exists.
 _FAULTY = """
 import os, sys, time
-from antiphon.service.runtime.native_runner import NativeRunner
+from antiphon.runtime.native_runner import NativeRunner
 decode, steps = NativeRunner.decode, []
 def faulty(self, batch):
     steps.append(batch)

@@ -8,8 +8,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from antiphon.model.bundle.manifest import load_bundle
-from antiphon.service.server.settings import SHIPPED_BUNDLE
+from antiphon.bundle.manifest import load_bundle
+from antiphon.server.settings import SHIPPED_BUNDLE
 from deploy.dashboards.picture import Answers, draw
 from tests.deploy.busy import LENGTHS, busy
 from tests.deploy.dashboard import Expression, expressions, of_panel, panels

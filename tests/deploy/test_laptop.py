@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-from antiphon.service.server.settings import ServerConfig
+from antiphon.server.settings import ServerConfig
 from tests.deploy.scraping import PACKAGE, PATIENCE_S, Prometheus, free_port
 from tests.deploy.tools import ROOT, tool
 from tests.integration.process import environment

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from antiphon.service.server.settings import SHIPPED_BUNDLE
+from antiphon.server.settings import SHIPPED_BUNDLE
 from tests.certificates import Authority
 from tests.deploy.faults import FAULTS
 from tests.deploy.scaling import ALERTS, RULES, alert_names, alerts, read_yaml, scaled, scaled_rules

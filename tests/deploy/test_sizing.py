@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import yaml
 
+from antiphon.bundle.manifest import load_bundle
 from antiphon.cli.main import main
-from antiphon.model.bundle.manifest import load_bundle
-from antiphon.service.domain.limits import EngineLimits
-from antiphon.service.server.models.memory import need_of
-from antiphon.service.server.settings import SHIPPED_BUNDLE
-from antiphon.service.server.workers.division import suggested_workers
+from antiphon.domain.limits import EngineLimits
+from antiphon.server.models.memory import need_of
+from antiphon.server.settings import SHIPPED_BUNDLE
+from antiphon.server.workers.division import suggested_workers
 from tests.deploy.manifests import kubectl
 from tests.deploy.tools import ROOT
 from tests.manifests import edit_manifest

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from antiphon.model.bundle.manifest import Provenance
-from antiphon.model.config import preset
-from antiphon.model.text.tokenizer import Tokenizer, byte_bpe_format
+from antiphon.architecture.config import preset
+from antiphon.bundle.manifest import Provenance
+from antiphon.text.tokenizer import Tokenizer, byte_bpe_format
 from tests.integration.process import ServerProcess
 
 SENTENCES = [
@@ -27,9 +27,9 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Export a tiny model with long limits; its greedy answers have any requested length."""
     import torch
 
-    from antiphon.model.checkpoints.checkpoint import Checkpoint
-    from antiphon.model.export.export import export_bundle
-    from antiphon.model.transformer.transformer import Transformer
+    from antiphon.checkpoints.checkpoint import Checkpoint
+    from antiphon.export.export import export_bundle
+    from antiphon.transformer.transformer import Transformer
 
     folder = tmp_path_factory.mktemp("bundle")
     tokenizer = Tokenizer.train(SENTENCES, vocab_size=400)

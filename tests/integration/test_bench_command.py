@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from antiphon.model.bundle.manifest import load_bundle
-from antiphon.service.tools.bench.setup import Setup
-from antiphon.service.tools.bench.sources import everyday
+from antiphon.bundle.manifest import load_bundle
+from antiphon.tools.bench.setup import Setup
+from antiphon.tools.bench.sources import everyday
 from tests.integration.process import antiphon, environment
 
 SENTENCES = "Eine Katze liest ein Buch.\nThe old man sees the bridge in the rain.\n"
@@ -49,7 +49,7 @@ def findings_of(tmp_path: Path, arguments: Sequence[str]) -> list[dict[str, Any]
 def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Create a tiny random model: bundle and checkpoint."""
     folder = tmp_path_factory.mktemp("random_model") / "random"
-    command = (sys.executable, "-m", "antiphon.service.tools.bench.make_models", "random", "tiny", str(folder))
+    command = (sys.executable, "-m", "antiphon.tools.bench.make_models", "random", "tiny", str(folder))
     subprocess.run(command, check=True, timeout=PATIENCE_S, env=environment())
     return folder
 

@@ -14,8 +14,8 @@ import peft
 import torch
 import transformers
 
+from antiphon.bundle.manifest import load_bundle
 from antiphon.cli import main as cli
-from antiphon.model.bundle.manifest import load_bundle
 from tests.bundle_serving import serving_bundle
 from tests.parity.encoder_checkpoints import write_checkpoint
 from tests.parity.seq2seq_checkpoints import TEXTS, save

@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 import huggingface_hub.constants
 import pytest
 
-from antiphon.model.checkpoints.source_weights import SourceError
-from antiphon.model.importer.hub import find_checkpoint
+from antiphon.checkpoints.source_weights import SourceError
+from antiphon.importer.hub import find_checkpoint
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 FILES = {

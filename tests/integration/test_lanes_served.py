@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from antiphon.model.bundle.manifest import Bundle, load_bundle
-from antiphon.model.text.tokenizer import Tokenizer
-from antiphon.service.runtime.lanes import fastest_num_lanes, open_lanes, possible_lanes
-from antiphon.service.server.models.loading import _possible_lanes
-from antiphon.service.server.models.memory import encode_budget, need_of
-from antiphon.service.server.models.model_settings import ModelPlan, ModelSettings
-from antiphon.service.server.settings import ServerConfig
-from antiphon.service.tools.bench.drivers.offline import Offline
+from antiphon.bundle.manifest import Bundle, load_bundle
+from antiphon.runtime.lanes import fastest_num_lanes, open_lanes, possible_lanes
+from antiphon.server.models.loading import _possible_lanes
+from antiphon.server.models.memory import encode_budget, need_of
+from antiphon.server.models.model_settings import ModelPlan, ModelSettings
+from antiphon.server.settings import ServerConfig
+from antiphon.text.tokenizer import Tokenizer
+from antiphon.tools.bench.drivers.offline import Offline
 from tests.integration.test_shipped_bundle import BUNDLE, SENTENCES
 
 ROWS = 24

@@ -19,9 +19,9 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from antiphon.bundle.manifest import FORMAT_VERSION, MANIFEST_NAME, file_entry
 from antiphon.client import AsyncClient, Options
-from antiphon.model.bundle.manifest import FORMAT_VERSION, MANIFEST_NAME, file_entry
-from antiphon.model.text.tokenizer import Tokenizer
+from antiphon.text.tokenizer import Tokenizer
 from antiphon.v1 import inference_pb2, inference_pb2_grpc
 from tests.integration.conftest import SENTENCES
 from tests.integration.faulty_engine import HeldEngine, held_engine
@@ -297,7 +297,7 @@ def test_command_reports_that_standard_output_is_closed() -> None:
 
 
 def test_server_never_imports_torch() -> None:
-    code = "import sys, antiphon.service.server.process; print(*sys.modules)"
+    code = "import sys, antiphon.server.process; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert {"torch", "onnx", "onnxscript", "transformers"}.isdisjoint(loaded)
 

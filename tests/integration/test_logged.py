@@ -83,7 +83,7 @@ async def test_texts_of_clients_are_never_logged(bundle: Path, kind: str) -> Non
     assert {*codes} == {"OK", "INVALID_ARGUMENT", "NOT_FOUND", "UNIMPLEMENTED"}
     for part in (SECRET, "stilz", "Rumpel"):
         assert part not in server.ready_line + written
-    assert written.count("antiphon.service.observability.access_log") == len(asked) + 1  # and the unknown method
+    assert written.count("antiphon.observability.access_log") == len(asked) + 1  # and the unknown method
 
 
 def access_lines(written: str) -> list[dict[str, Any]]:

@@ -14,8 +14,8 @@ import grpc.aio
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from antiphon.model.bundle.manifest import load_bundle
-from antiphon.service.server.settings import SHIPPED_BUNDLE
+from antiphon.bundle.manifest import load_bundle
+from antiphon.server.settings import SHIPPED_BUNDLE
 from antiphon.v1 import inference_pb2 as pb
 from antiphon.v1.inference_pb2_grpc import InferenceServiceStub
 from tests.integration.process import ServerProcess, is_idle
@@ -33,7 +33,7 @@ CONDITIONAL = {
 }
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 NUM_ANSWERED, NUM_STREAMED, NUM_REFUSED, NUM_LATE, NUM_CANCELLED = 5, 4, 3, 3, 4
-AT_ONCE_S = 0.02  # service/rpc/v1/answers/reading.py allows as much between the clocks
+AT_ONCE_S = 0.02  # service/antiphon/rpc/v1/answers/reading.py allows as much between the clocks
 
 
 async def traffic(target: str) -> tuple[list[pb.Usage], int]:

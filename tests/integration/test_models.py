@@ -17,7 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from antiphon.client import AsyncClient, Client, Options, ServerError
 from antiphon.client.admin_client import AdminClient, Limits
-from antiphon.service.server.settings import SHIPPED_BUNDLE
+from antiphon.server.settings import SHIPPED_BUNDLE
 from antiphon.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from tests.busy import repeated
 from tests.integration.conftest import SENTENCES
@@ -153,7 +153,7 @@ def test_caches_of_all_models_or_of_one_are_reported(both: ServerProcess) -> Non
 BAD_LOADS: dict[str, tuple[dict[str, Any], grpc.StatusCode, str, str | None]] = {
     "name": ({"name": "a/b"}, grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD", "name"),
     "no name": ({"name": ""}, grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD", "name"),
-    "relative": ({"path": "model/bundles"}, grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD", "path"),
+    "relative": ({"path": "model/antiphon/bundles"}, grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD", "path"),
     "no path": ({"path": ""}, grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD", "path"),
     "no directory": ({"path": "/nowhere"}, grpc.StatusCode.INVALID_ARGUMENT, "INVALID_BUNDLE", None),
     "no bundle": ({"path": "/"}, grpc.StatusCode.INVALID_ARGUMENT, "INVALID_BUNDLE", None),

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-import antiphon.model.ops
-from antiphon.model.ops.workspace import LIBRARY, NATIVE_VERSION, Workspace, WorkspaceError
+import antiphon.ops
+from antiphon.ops.workspace import LIBRARY, NATIVE_VERSION, Workspace, WorkspaceError
 
-NATIVE = Path(antiphon.model.ops.__file__).parent / "native"
+NATIVE = Path(antiphon.ops.__file__).parent / "native"
 # Command of antiphon with another path of the library.
 WITH_LIBRARY = """
 import pathlib, sys
 from antiphon.cli.main import main
-from antiphon.model.ops.workspace import Workspace
+from antiphon.ops.workspace import Workspace
 Workspace.__init__.__defaults__ = (pathlib.Path(sys.argv[1]),)
 sys.exit(main(sys.argv[2:]))
 """
@@ -57,7 +57,7 @@ def complaint(library: Path, text: Path, command: str, **variables: str) -> str:
 
 
 def shipped() -> Path:
-    return Path(antiphon.model.ops.__file__).parents[1] / "bundles" / "en-de"
+    return Path(antiphon.ops.__file__).parents[1] / "bundles" / "en-de"
 
 
 @pytest.mark.parametrize("command", ["serve", "evaluate"])

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from antiphon.client import Client, Options
-from antiphon.model.text.tokenizer import Tokenizer
 from antiphon.oip import inference_pb2
-from antiphon.service.server.settings import SHIPPED_BUNDLE
+from antiphon.server.settings import SHIPPED_BUNDLE
+from antiphon.text.tokenizer import Tokenizer
 from tests.integration.process import PATIENCE_S, ServerProcess, environment, is_idle
 
 HERE = Path(__file__).parent

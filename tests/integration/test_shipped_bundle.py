@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
+from antiphon.bundle.manifest import Bundle, load_bundle
 from antiphon.cli.main import main
-from antiphon.model.bundle.manifest import Bundle, load_bundle
-from antiphon.model.text.tokenizer import Tokenizer
-from antiphon.model.training.recipe import load_recipe
-from antiphon.service.runtime.runners import open_runner
-from antiphon.service.server.settings import ServerConfig
-from antiphon.service.tools.evaluation.evaluate_translations import run_engine
+from antiphon.runtime.runners import open_runner
+from antiphon.server.settings import ServerConfig
+from antiphon.text.tokenizer import Tokenizer
+from antiphon.tools.evaluation.evaluate_translations import run_engine
+from antiphon.training.recipe import load_recipe
 
 ROOT = Path(__file__).parents[2]
-BUNDLES = ROOT / "model" / "bundles"
+BUNDLES = ROOT / "model" / "antiphon" / "bundles"
 BUNDLE = BUNDLES / "en-de"
 DATA = os.environ.get("ANTIPHON_DATA")
 SENTENCES = [

@@ -21,9 +21,9 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from antiphon.bundle.manifest import MANIFEST_NAME
 from antiphon.client import AsyncClient, Options, ServerError
 from antiphon.client.admin_client import AdminClient
-from antiphon.model.bundle.manifest import MANIFEST_NAME
 from antiphon.v1 import inference_pb2 as pb
 from antiphon.v1.inference_pb2_grpc import InferenceServiceStub
 from tests.integration.conftest import SENTENCES

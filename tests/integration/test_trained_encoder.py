@@ -15,16 +15,16 @@ import grpc
 import pytest
 import torch
 
+from antiphon.architecture.heads import Task
+from antiphon.bundle.manifest import load_bundle
+from antiphon.checkpoints.checkpoint import Checkpoint, load_checkpoint
 from antiphon.cli.main import main
-from antiphon.model.bundle.manifest import load_bundle
-from antiphon.model.checkpoints.checkpoint import Checkpoint, load_checkpoint
-from antiphon.model.export.export import export_bundle
-from antiphon.model.head_config import Task
-from antiphon.model.text.template import fill
-from antiphon.model.training.trainer import Trainer
-from antiphon.service.runtime.encoder_runner import EncoderRunner
-from antiphon.service.runtime.runners import open_runner
-from antiphon.service.tools.evaluation.evaluate_labels import evaluate_labels
+from antiphon.export.export import export_bundle
+from antiphon.runtime.encoder_runner import EncoderRunner
+from antiphon.runtime.runners import open_runner
+from antiphon.text.template import fill
+from antiphon.tools.evaluation.evaluate_labels import evaluate_labels
+from antiphon.training.trainer import Trainer
 from antiphon.v1 import inference_pb2 as pb
 from antiphon.v1.inference_pb2_grpc import InferenceServiceStub
 from tests.encoder_recipes import GROUP, command, fine_tune_recipe, pretrained

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
+from antiphon.bundle.manifest import load_bundle
+from antiphon.checkpoints.checkpoint import Checkpoint, load_checkpoint
 from antiphon.cli.main import main
 from antiphon.client import Client, Options
-from antiphon.model.bundle.manifest import load_bundle
-from antiphon.model.checkpoints.checkpoint import Checkpoint, load_checkpoint
-from antiphon.model.export.export import export_bundle
+from antiphon.export.export import export_bundle
 from tests.integration.process import ServerProcess, antiphon
 from tests.language_recipes import language_recipe, trained_language_model
 from tests.recipe_files import write_recipe
@@ -173,7 +173,7 @@ def test_evaluate_names_a_part_without_text(
 def test_evaluate_refuses_a_model_that_is_not_decoder_only(
     trained: Trained, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    bundle = Path(__file__).parents[2] / "model/bundles/en-de"
+    bundle = Path(__file__).parents[2] / "model/antiphon/bundles/en-de"
     assert main(["evaluate", str(bundle), "--recipe", trained.recipe, "--data", str(trained.folder)]) == 2
     message = f"recipe 'speeches' has task 'language-model'; {bundle} has architecture='encoder-decoder'"
     assert message in capsys.readouterr().err

@@ -24,11 +24,11 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 
-from antiphon.admin_client import AdminClient
 from antiphon.client import AsyncClient, Client, Generation, Options, ServerError
+from antiphon.client.admin_client import AdminClient
 from antiphon.client.placement import Offer, offer_of
-from antiphon.service.server.workers.merged_metrics import GAUGES
-from antiphon.service.tools.capacity.sizing.footprint import SUPERVISOR_BYTES
+from antiphon.server.workers.merged_metrics import GAUGES
+from antiphon.tools.capacity.sizing.footprint import SUPERVISOR_BYTES
 from antiphon.v1 import inference_pb2 as pb
 from antiphon.v1.inference_pb2_grpc import InferenceServiceStub
 from tests.certificates import Authority, as_pem, renew, replace

@@ -9,7 +9,7 @@ import pytest
 
 from tests.integration.process import ServerProcess
 
-BUNDLE = Path(__file__).parents[2] / "model" / "bundles" / "en-de"
+BUNDLE = Path(__file__).parents[2] / "model" / "antiphon" / "bundles" / "en-de"
 
 
 @pytest.fixture(scope="package")

@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 import pytest
 
+from antiphon.domain.limits import EngineLimits
 from antiphon.load.calls.caller import Caller
 from antiphon.load.calls.offer import offer
 from antiphon.load.calls.record import INCOMPLETE, OK, UNFINISHED, Outcome, Reply
@@ -18,7 +19,6 @@ from antiphon.load.drive import DriveError, drive, run
 from antiphon.load.plan import Ask, Plan
 from antiphon.load.results.result import Result
 from antiphon.load.workload.schedule import Arrival, arrivals_of
-from antiphon.service.domain.limits import EngineLimits
 from antiphon.v1 import inference_pb2 as pb
 from tests.load.scripted import Asked, Scripted, at_once, served
 from tests.serving import Gate, serving

@@ -12,8 +12,8 @@ import torch
 import transformers
 from torch import Tensor
 
-from antiphon.model.head_config import FIRST_TOKEN_TASKS, Task
-from antiphon.model.transformer.transformer import Transformer
+from antiphon.architecture.heads import FIRST_TOKEN_TASKS, Task
+from antiphon.transformer.transformer import Transformer
 
 _SHAPE = (3, 11)
 # Names of transformers' outputs for each head.

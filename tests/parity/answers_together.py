@@ -18,26 +18,26 @@ from prometheus_client import CollectorRegistry
 from torch import Tensor, nn
 from transformers import LogitsProcessor
 
-from antiphon.model.bundle.manifest import Bundle
-from antiphon.model.bundle.native_stepper import NativeStepper
-from antiphon.model.checkpoints.checkpoint import Checkpoint
-from antiphon.model.config import ModelConfig
-from antiphon.model.export.export import export_bundle
-from antiphon.model.text.tokenizer import Tokenizer, byte_bpe_format
-from antiphon.model.transformer.layers import CrossAttention
-from antiphon.model.transformer.random_model import random_transformer
-from antiphon.model.transformer.transformer import Transformer
-from antiphon.service.domain.request import Request, SamplingParams, TokenEvent
-from antiphon.service.engine.cache.block_pool import BlockPool
-from antiphon.service.engine.queue.request_queue import RequestQueue
-from antiphon.service.engine.scheduling.admission import admit, limits_of
-from antiphon.service.engine.sequences.sequence import SequenceGroup
-from antiphon.service.engine.sequences.stream import OutputStream
-from antiphon.service.engine.step.parts import StepParts
-from antiphon.service.engine.step.stepper import Stepper
-from antiphon.service.observability.metrics.engine_metrics import Metrics
-from antiphon.service.observability.metrics.metric_families import MetricFamilies
-from antiphon.service.runtime.native_runner import NativeRunner
+from antiphon.architecture.config import ModelConfig
+from antiphon.bundle.manifest import Bundle
+from antiphon.bundle.native_stepper import NativeStepper
+from antiphon.checkpoints.checkpoint import Checkpoint
+from antiphon.domain.request import Request, SamplingParams, TokenEvent
+from antiphon.engine.cache.block_pool import BlockPool
+from antiphon.engine.queue.request_queue import RequestQueue
+from antiphon.engine.scheduling.admission import admit, limits_of
+from antiphon.engine.sequences.sequence import SequenceGroup
+from antiphon.engine.sequences.stream import OutputStream
+from antiphon.engine.step.parts import StepParts
+from antiphon.engine.step.stepper import Stepper
+from antiphon.export.export import export_bundle
+from antiphon.observability.metrics.engine_metrics import Metrics
+from antiphon.observability.metrics.metric_families import MetricFamilies
+from antiphon.runtime.native_runner import NativeRunner
+from antiphon.text.tokenizer import Tokenizer, byte_bpe_format
+from antiphon.transformer.layers import CrossAttention
+from antiphon.transformer.random_model import random_transformer
+from antiphon.transformer.transformer import Transformer
 from tests.fakes import FakeClock, changed, limits_for
 from tests.parity.transformers_reference import LogitsOf, Reference, generate
 

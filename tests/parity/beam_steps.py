@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from antiphon.model.ops.beam_step import NONE, Ended, EngineRows, SearchArrays
-from antiphon.model.ops.workspace import LIBRARY
+from antiphon.ops.beam_step import NONE, Ended, EngineRows, SearchArrays
+from antiphon.ops.workspace import LIBRARY
 
 DEAD = np.float32(-1e9)
 WORDS = 40

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from torch.onnx._internal.exporter._registration import ONNXRegistry
 
-from antiphon.model.bundle.manifest import Bundle, Lowering, load_bundle
-from antiphon.model.checkpoints.checkpoint import Checkpoint
+from antiphon.bundle.manifest import Bundle, Lowering, load_bundle
+from antiphon.checkpoints.checkpoint import Checkpoint
 from tests.parity.exports import export_random, small_config, write_checkpoint
 
 VARIANTS: dict[str, dict[str, object]] = {

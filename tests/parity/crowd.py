@@ -10,22 +10,22 @@ from typing import cast
 
 from prometheus_client import CollectorRegistry
 
-from antiphon.service.domain.cancellation import CancelCause, Cancellations
-from antiphon.service.domain.request import (
+from antiphon.domain.cancellation import CancelCause, Cancellations
+from antiphon.domain.request import (
     Request,
     TokenEvent,
 )
-from antiphon.service.engine.cache.block_pool import BlockPool
-from antiphon.service.engine.queue.request_queue import RequestQueue
-from antiphon.service.engine.scheduling.admission import admit, limits_of
-from antiphon.service.engine.sequences.sequence import SequenceGroup
-from antiphon.service.engine.sequences.stream import OutputStream
-from antiphon.service.engine.step.parts import StepParts
-from antiphon.service.engine.step.stepper import Stepper
-from antiphon.service.observability.metrics.engine_metrics import Metrics
-from antiphon.service.observability.metrics.metric_families import MetricFamilies
-from antiphon.service.runtime.native_runner import NativeRunner
-from antiphon.service.runtime.runner import DecodeBatch, Runner, Samples
+from antiphon.engine.cache.block_pool import BlockPool
+from antiphon.engine.queue.request_queue import RequestQueue
+from antiphon.engine.scheduling.admission import admit, limits_of
+from antiphon.engine.sequences.sequence import SequenceGroup
+from antiphon.engine.sequences.stream import OutputStream
+from antiphon.engine.step.parts import StepParts
+from antiphon.engine.step.stepper import Stepper
+from antiphon.observability.metrics.engine_metrics import Metrics
+from antiphon.observability.metrics.metric_families import MetricFamilies
+from antiphon.runtime.native_runner import NativeRunner
+from antiphon.runtime.runner import DecodeBatch, Runner, Samples
 from tests.fakes import FakeClock, limits_for
 
 

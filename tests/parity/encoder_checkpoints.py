@@ -10,10 +10,10 @@ import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from antiphon.model.checkpoints.families.family import family_in, read_config
-from antiphon.model.checkpoints.settings import Settings
-from antiphon.model.config import ModelConfig
-from antiphon.model.transformer.transformer import Transformer
+from antiphon.architecture.config import ModelConfig
+from antiphon.checkpoints.families.family import family_in, read_config
+from antiphon.checkpoints.settings import Settings
+from antiphon.transformer.transformer import Transformer
 
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 WORDS = ("the", "a", "cat", "dog", "sat", "ran", "on", "mat", "##s", "##ed", "big", "small", "red", "blue")

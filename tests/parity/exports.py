@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from antiphon.model.bundle.manifest import Bundle, Lowering, Precision
-from antiphon.model.bundle.native_stepper import NativeStepper
-from antiphon.model.bundle.stepper import GraphStepper
-from antiphon.model.checkpoints.checkpoint import Checkpoint, load_checkpoint, save_checkpoint, weights_of
-from antiphon.model.config import ModelConfig
-from antiphon.model.export.export import export_bundle
-from antiphon.model.text.tokenizer import Tokenizer
-from antiphon.model.transformer.random_model import random_transformer
+from antiphon.architecture.config import ModelConfig
+from antiphon.bundle.manifest import Bundle, Lowering, Precision
+from antiphon.bundle.native_stepper import NativeStepper
+from antiphon.bundle.stepper import GraphStepper
+from antiphon.checkpoints.checkpoint import Checkpoint, load_checkpoint, save_checkpoint, weights_of
+from antiphon.export.export import export_bundle
+from antiphon.text.tokenizer import Tokenizer
+from antiphon.transformer.random_model import random_transformer
 
 # 256 bytes, the special tokens and a few merges.
 VOCAB_SIZE = 272

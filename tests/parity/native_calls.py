@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from antiphon.model.export.weights.packing import pack_float, pack_int4, pack_int8
-from antiphon.model.ops.activations import ACTIVATIONS
-from antiphon.model.ops.cache_geometry import BLOCK_SIZE, padded_width
-from antiphon.model.ops.operator import NODE_PREFIXES
-from antiphon.model.ops.sampling import FLOAT_PARAMS
+from antiphon.export.weights.packing import pack_float, pack_int4, pack_int8
+from antiphon.ops.activations import ACTIVATIONS
+from antiphon.ops.cache_geometry import BLOCK_SIZE, padded_width
+from antiphon.ops.operator import NODE_PREFIXES
+from antiphon.ops.sampling import FLOAT_PARAMS
 from tests.parity.native_nodes import ramp
 
 Rng = np.random.Generator

@@ -16,13 +16,13 @@ import torch
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
-from antiphon.model.bundle.native_stepper import run_native
-from antiphon.model.bundle.session import native_session
-from antiphon.model.ops.cache_geometry import BLOCK_SIZE, blocks_for, padded_width
-from antiphon.model.ops.cache_pool import write_position
-from antiphon.model.ops.operator import DOMAIN
-from antiphon.model.ops.operators.all_operators import OPERATORS
-from antiphon.model.ops.workspace import LIBRARY
+from antiphon.bundle.native_stepper import run_native
+from antiphon.bundle.session import native_session
+from antiphon.ops.cache_geometry import BLOCK_SIZE, blocks_for, padded_width
+from antiphon.ops.cache_pool import write_position
+from antiphon.ops.operator import DOMAIN
+from antiphon.ops.operators.all_operators import OPERATORS
+from antiphon.ops.workspace import LIBRARY
 
 Array = NDArray[Any]
 Inputs = Mapping[str, Array | None]

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from antiphon.model.export.graphs.contrib_lowering import LoweringError, lower_for_cpu
-from antiphon.model.ops.attention import attention, cached_attention
-from antiphon.model.ops.operator import DOMAIN
-from antiphon.model.ops.operators import fused_attention
-from antiphon.model.ops.torch_registration import torch_operator
+from antiphon.export.graphs.contrib_lowering import LoweringError, lower_for_cpu
+from antiphon.ops.attention import attention, cached_attention
+from antiphon.ops.operator import DOMAIN
+from antiphon.ops.operators import fused_attention
+from antiphon.ops.torch_registration import torch_operator
 
 HEADS, WIDTH, SCALE = 4, 16, 0.3
 Arrays = dict[str, Tensor | None]

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from antiphon.service.domain.request import EarlyStopping, FinishReason
-from antiphon.service.engine.beams.beam_search import BeamSearches, BeamSettings, Hypothesis, Search
+from antiphon.domain.request import EarlyStopping, FinishReason
+from antiphon.engine.beams.beam_search import BeamSearches, BeamSettings, Hypothesis, Search
 from tests.parity.transformers_reference import LogitsOf, Reference, generate
 
 BOS_ID, EOS_ID, VOCAB = 1, 2, 40

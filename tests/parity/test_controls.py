@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from antiphon.model.bundle.manifest import load_bundle
-from antiphon.model.bundle.native_stepper import NativeStepper
-from antiphon.model.config import ModelConfig
-from antiphon.model.text.tokenizer import Tokenizer
-from antiphon.service.domain.request import EarlyStopping, Request, SamplingParams, TokenEvent
-from antiphon.service.runtime.native_runner import NativeRunner
+from antiphon.architecture.config import ModelConfig
+from antiphon.bundle.manifest import load_bundle
+from antiphon.bundle.native_stepper import NativeStepper
+from antiphon.domain.request import EarlyStopping, Request, SamplingParams, TokenEvent
+from antiphon.runtime.native_runner import NativeRunner
+from antiphon.text.tokenizer import Tokenizer
 from tests.fakes import request_of
 from tests.parity.answers_together import (
     answer,
@@ -35,7 +35,7 @@ from tests.parity.answers_together import (
 )
 from tests.parity.transformers_reference import LogitsOf
 
-SHIPPED = Path(__file__).parents[2] / "model" / "bundles" / "en-de"
+SHIPPED = Path(__file__).parents[2] / "model" / "antiphon" / "bundles" / "en-de"
 SENTENCES = (
     "How are you?", "He has three dogs.", "Can you help me with this, please?", "Stop!",
     "My sister wants to learn German because she likes the language.",

@@ -7,12 +7,12 @@ import ctranslate2
 import pytest
 import torch
 
-from antiphon.model.checkpoints.checkpoint import Checkpoint, CheckpointError
-from antiphon.model.config import ModelConfig, preset
-from antiphon.model.text.tokenizer import Tokenizer, byte_bpe_format
-from antiphon.model.transformer.greedy import greedy
-from antiphon.model.transformer.transformer import Transformer
-from antiphon.service.tools.bench.ctranslate2.conversion import save_ctranslate2_model, translate
+from antiphon.architecture.config import ModelConfig, preset
+from antiphon.checkpoints.checkpoint import Checkpoint, CheckpointError
+from antiphon.text.tokenizer import Tokenizer, byte_bpe_format
+from antiphon.tools.bench.ctranslate2.conversion import save_ctranslate2_model, translate
+from antiphon.transformer.greedy import greedy
+from antiphon.transformer.transformer import Transformer
 
 
 def random_checkpoint(config: ModelConfig, seed: int) -> Checkpoint:

@@ -31,25 +31,25 @@ import pytest
 from ctranslate2.specs import common_spec, model_spec, transformer_spec
 from prometheus_client import CollectorRegistry
 
-from antiphon.model.bundle.manifest import Bundle, Precision
-from antiphon.model.checkpoints.ctranslate2.model_file import ModelFile
-from antiphon.model.checkpoints.source_weights import SourceError
-from antiphon.model.config import preset
-from antiphon.model.export.weights.quantize import quantize_rows
-from antiphon.model.importer.importer import ImportOptions, _inspect, _Source, import_checkpoint, load_model
-from antiphon.model.text.tokenizer import Tokenizer, TokenizerError, open_tokenizer
-from antiphon.model.transformer.greedy import greedy
-from antiphon.service.domain.request import EarlyStopping, SamplingParams, TokenEvent
-from antiphon.service.engine.engine import Engine
-from antiphon.service.engine.sequences.stream import OutputStream
-from antiphon.service.observability.metrics.engine_metrics import Metrics
-from antiphon.service.observability.metrics.metric_families import MetricFamilies
-from antiphon.service.runtime.runners import open_runner
-from antiphon.service.tools.bench.ctranslate2.conversion import (
+from antiphon.architecture.config import preset
+from antiphon.bundle.manifest import Bundle, Precision
+from antiphon.checkpoints.ctranslate2.model_file import ModelFile
+from antiphon.checkpoints.source_weights import SourceError
+from antiphon.domain.request import EarlyStopping, SamplingParams, TokenEvent
+from antiphon.engine.engine import Engine
+from antiphon.engine.sequences.stream import OutputStream
+from antiphon.export.weights.quantize import quantize_rows
+from antiphon.importer.importer import ImportOptions, _inspect, _Source, import_checkpoint, load_model
+from antiphon.observability.metrics.engine_metrics import Metrics
+from antiphon.observability.metrics.metric_families import MetricFamilies
+from antiphon.runtime.runners import open_runner
+from antiphon.text.tokenizer import Tokenizer, TokenizerError, open_tokenizer
+from antiphon.tools.bench.ctranslate2.conversion import (
     ctranslate2_specification,
     save_ctranslate2_model,
     translate,
 )
+from antiphon.transformer.greedy import greedy
 from tests.fakes import limits_for, request_of
 from tests.parity.test_ctranslate2 import random_checkpoint
 

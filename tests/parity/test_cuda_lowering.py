@@ -10,7 +10,8 @@ import onnx_ir as ir
 import pytest
 from onnx_ir.tensor_adapters import to_torch_dtype
 
-from antiphon.model.bundle.graph_ports import (
+from antiphon.architecture.config import ModelConfig
+from antiphon.bundle.graph_ports import (
     Port,
     decoder_inputs,
     decoder_outputs,
@@ -19,19 +20,18 @@ from antiphon.model.bundle.graph_ports import (
     head_inputs,
     head_outputs,
 )
-from antiphon.model.bundle.manifest import GraphSet, Precision, load_bundle
-from antiphon.model.checkpoints.checkpoint import Checkpoint
-from antiphon.model.config import ModelConfig
-from antiphon.model.export import export
-from antiphon.model.export.export import CUDA_PRECISIONS, ExportError, export_bundle, write_graphs
-from antiphon.model.export.graphs import trace
-from antiphon.model.export.graphs.contrib_lowering import LoweringError
-from antiphon.model.export.graphs.cuda_lowering import MAX_VOCABULARY, check_config
-from antiphon.model.export.verification.verify import VerificationError, verify
-from antiphon.model.export.verification.verify_encoder import verify_encoder
-from antiphon.model.ops.cuda.nodes import NODES
-from antiphon.model.ops.operator import Node
-from antiphon.model.transformer.random_model import random_transformer
+from antiphon.bundle.manifest import GraphSet, Precision, load_bundle
+from antiphon.checkpoints.checkpoint import Checkpoint
+from antiphon.export import export
+from antiphon.export.export import CUDA_PRECISIONS, ExportError, export_bundle, write_graphs
+from antiphon.export.graphs import trace
+from antiphon.export.graphs.contrib_lowering import LoweringError
+from antiphon.export.graphs.cuda_lowering import MAX_VOCABULARY, check_config
+from antiphon.export.verification.verify import VerificationError, verify
+from antiphon.export.verification.verify_encoder import verify_encoder
+from antiphon.ops.cuda.nodes import NODES
+from antiphon.ops.operator import Node
+from antiphon.transformer.random_model import random_transformer
 from tests.parity import test_decoder_only, test_encoders
 from tests.parity.answers_together import one_torch_thread
 from tests.parity.exports import small_config

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from antiphon.model.ops.activations import ACTIVATIONS
-from antiphon.model.ops.cache_geometry import BLOCK_SIZE, blocks_for
-from antiphon.model.ops.cuda import nodes, references
-from antiphon.model.ops.operators import embed, paged_attention, paged_write, rotary
-from antiphon.model.ops.operators.add_norm import add_norm
-from antiphon.model.ops.operators.linear import gate
-from antiphon.model.ops.operators.packed_attention import packed_attention
-from antiphon.model.ops.sampling import greedy_sampling
-from antiphon.model.ops.sampling import sample as sample_in_numpy
+from antiphon.ops.activations import ACTIVATIONS
+from antiphon.ops.cache_geometry import BLOCK_SIZE, blocks_for
+from antiphon.ops.cuda import nodes, references
+from antiphon.ops.operators import embed, paged_attention, paged_write, rotary
+from antiphon.ops.operators.add_norm import add_norm
+from antiphon.ops.operators.linear import gate
+from antiphon.ops.operators.packed_attention import packed_attention
+from antiphon.ops.sampling import greedy_sampling
+from antiphon.ops.sampling import sample as sample_in_numpy
 
 HEADS, WIDTH, LAYERS = 2, 16, 2
 STATES = HEADS * WIDTH

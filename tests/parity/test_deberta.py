@@ -13,15 +13,15 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from antiphon.model.bundle.native_encoder import NativeEncoder
-from antiphon.model.checkpoints.families import deberta_v2
-from antiphon.model.checkpoints.source_weights import SourceError
-from antiphon.model.config import Disentangled
-from antiphon.model.importer.importer import ImportOptions, import_checkpoint
-from antiphon.model.importer.original_tokenizer import open_original_tokenizer, write_tokenizer
-from antiphon.model.ops.disentangled import table_rows
-from antiphon.model.text.template import fill
-from antiphon.model.text.tokenizer import open_tokenizer
+from antiphon.architecture.config import Disentangled
+from antiphon.bundle.native_encoder import NativeEncoder
+from antiphon.checkpoints.families import deberta_v2
+from antiphon.checkpoints.source_weights import SourceError
+from antiphon.importer.importer import ImportOptions, import_checkpoint
+from antiphon.importer.original_tokenizer import open_original_tokenizer, write_tokenizer
+from antiphon.ops.disentangled import table_rows
+from antiphon.text.template import fill
+from antiphon.text.tokenizer import open_tokenizer
 from tests.parity.encoder_checkpoints import read_checkpoint
 from tests.parity.exports import small_config
 from tests.parity.test_import_encoders import CLOSE, LABELS, Case, random_batch, run_theirs, write

@@ -16,16 +16,16 @@ import pytest
 import torch
 import transformers
 
+from antiphon.bundle.manifest import Bundle
+from antiphon.checkpoints.source_weights import SourceError
 from antiphon.client import Options, ServerError
-from antiphon.model.bundle.manifest import Bundle
-from antiphon.model.checkpoints.source_weights import SourceError
-from antiphon.model.export.export import ExportError, export_bundle
-from antiphon.model.export.verification.verify import verify
-from antiphon.model.importer.importer import ImportOptions, import_checkpoint
-from antiphon.model.ops.cache_geometry import BLOCK_SIZE, blocks_for
-from antiphon.model.transformer.random_model import random_transformer
-from antiphon.service.domain.request import Request, SamplingParams, TokenEvent
-from antiphon.service.runtime.native_runner import NativeRunner
+from antiphon.domain.request import Request, SamplingParams, TokenEvent
+from antiphon.export.export import ExportError, export_bundle
+from antiphon.export.verification.verify import verify
+from antiphon.importer.importer import ImportOptions, import_checkpoint
+from antiphon.ops.cache_geometry import BLOCK_SIZE, blocks_for
+from antiphon.runtime.native_runner import NativeRunner
+from antiphon.transformer.random_model import random_transformer
 from antiphon.v1 import inference_pb2 as pb
 from tests.bundle_serving import serving_bundle
 from tests.fakes import changed, request_of, scored

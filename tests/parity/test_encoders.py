@@ -11,18 +11,18 @@ import onnx_ir as ir
 import pytest
 import torch
 
-from antiphon.model.bundle import graph_ports
-from antiphon.model.bundle.graph_ports import Port
-from antiphon.model.bundle.manifest import Bundle, Precision, load_bundle
-from antiphon.model.bundle.native_encoder import NativeEncoder
-from antiphon.model.export import export, profile
-from antiphon.model.export.export import ExportError, export_bundle
-from antiphon.model.export.graphs import trace
-from antiphon.model.export.verification.verify import VerificationError
-from antiphon.model.export.verification.verify_encoder import verify_encoder
-from antiphon.model.head_config import Task
-from antiphon.model.transformer.random_model import random_transformer
-from antiphon.model.transformer.transformer import Transformer
+from antiphon.architecture.heads import Task
+from antiphon.bundle import graph_ports
+from antiphon.bundle.graph_ports import Port
+from antiphon.bundle.manifest import Bundle, Precision, load_bundle
+from antiphon.bundle.native_encoder import NativeEncoder
+from antiphon.export import export, profile
+from antiphon.export.export import ExportError, export_bundle
+from antiphon.export.graphs import trace
+from antiphon.export.verification.verify import VerificationError
+from antiphon.export.verification.verify_encoder import verify_encoder
+from antiphon.transformer.random_model import random_transformer
+from antiphon.transformer.transformer import Transformer
 from tests.parity.exports import export_random, small_config, write_checkpoint
 
 ALONE: dict[str, object] = dict(architecture="encoder", decoder_layers=0)

@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 import sacrebleu
 
+from antiphon.bundle.manifest import Bundle, load_bundle, write_manifest
+from antiphon.checkpoints.checkpoint import Checkpoint
 from antiphon.cli.main import main
 from antiphon.client import Client, Options, ServerError
-from antiphon.model.bundle.manifest import Bundle, load_bundle, write_manifest
-from antiphon.model.checkpoints.checkpoint import Checkpoint
-from antiphon.model.export.export import export_bundle
-from antiphon.model.training.data.corpus import load_collections
-from antiphon.model.training.recipe import Recipe, TrainConfig
-from antiphon.service.server.settings import SHIPPED_BUNDLE
+from antiphon.export.export import export_bundle
+from antiphon.server.settings import SHIPPED_BUNDLE
+from antiphon.training.data.corpus import load_collections
+from antiphon.training.recipe import Recipe, TrainConfig
 from tests.integration.process import ServerProcess
 from tests.pair_collections import collections, pairs_of
 from tests.recipe_files import write_recipe
@@ -236,5 +236,5 @@ def test_unequal_files_are_refused(bundle: Bundle, tmp_path: Path, capsys: pytes
 
 
 def test_evaluating_a_bundle_needs_no_torch() -> None:
-    code = "import sys, antiphon.service.tools.evaluation.evaluate; sys.exit('torch' in sys.modules)"
+    code = "import sys, antiphon.tools.evaluation.evaluate; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

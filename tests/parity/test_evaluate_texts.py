@@ -14,9 +14,9 @@ import pytest
 import torch
 import transformers
 
+from antiphon.bundle.manifest import load_bundle, write_manifest
 from antiphon.cli.main import main
-from antiphon.model.bundle.manifest import load_bundle, write_manifest
-from antiphon.model.importer.importer import ImportOptions, import_checkpoint
+from antiphon.importer.importer import ImportOptions, import_checkpoint
 from tests.parity.decoder_checkpoints import SIZES, write_decoder
 
 LONGEST = int(str(SIZES["max_position_embeddings"]))

@@ -15,21 +15,21 @@ import onnx_ir as ir
 import pytest
 import torch
 
-from antiphon.model.bundle.explain_session import ExplainSession
-from antiphon.model.bundle.graph import GraphError
-from antiphon.model.bundle.manifest import Bundle, BundleError, Lowering, load_bundle
-from antiphon.model.checkpoints.checkpoint import Checkpoint
-from antiphon.model.export.explain.explain_graph import rounded, trace_explain, verify_explain
-from antiphon.model.export.explain.explain_module import ExplainModule
-from antiphon.model.export.explain.explain_weights import Layout, store_as
-from antiphon.model.export.export import export_bundle, write_graphs
-from antiphon.model.export.verification.verify import VerificationError
-from antiphon.model.export.weights.weights_file import WeightsFile
-from antiphon.model.transformer.random_model import random_transformer
-from antiphon.model.transformer.transformer import Transformer
-from antiphon.service.domain.errors import Unsupported
-from antiphon.service.runtime import explain
-from antiphon.service.runtime.explain import Explainer
+from antiphon.bundle.explain_session import ExplainSession
+from antiphon.bundle.graph import GraphError
+from antiphon.bundle.manifest import Bundle, BundleError, Lowering, load_bundle
+from antiphon.checkpoints.checkpoint import Checkpoint
+from antiphon.domain.errors import Unsupported
+from antiphon.export.explain.explain_graph import rounded, trace_explain, verify_explain
+from antiphon.export.explain.explain_module import ExplainModule
+from antiphon.export.explain.explain_weights import Layout, store_as
+from antiphon.export.export import export_bundle, write_graphs
+from antiphon.export.verification.verify import VerificationError
+from antiphon.export.weights.weights_file import WeightsFile
+from antiphon.runtime import explain
+from antiphon.runtime.explain import Explainer
+from antiphon.transformer.random_model import random_transformer
+from antiphon.transformer.transformer import Transformer
 from tests.parity.conftest import VARIANTS
 from tests.parity.exports import small_config
 
@@ -211,9 +211,6 @@ def test_load_bundle_refuses_a_damaged_explain_graph(bundle: Bundle, tmp_path: P
 
 
 def test_explainer_needs_neither_torch_nor_onnx() -> None:
-    script = (
-        "import sys, antiphon.service.runtime.explain as _; "
-        "print(sorted({'torch', 'onnx', 'onnx_ir'} & set(sys.modules)))"
-    )
+    script = "import sys, antiphon.runtime.explain as _; print(sorted({'torch', 'onnx', 'onnx_ir'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=os.environ)
     assert done.stdout == "[]\n"

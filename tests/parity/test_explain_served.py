@@ -17,14 +17,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
+from antiphon.bundle.manifest import Bundle, load_bundle, write_manifest
 from antiphon.client import Options, ServerError
-from antiphon.model.bundle.manifest import Bundle, load_bundle, write_manifest
-from antiphon.model.export.export import export_bundle
-from antiphon.model.importer.importer import ImportOptions, import_checkpoint
-from antiphon.model.text.template import LanguageIds, fill
-from antiphon.model.transformer.positions import rotary_tables
-from antiphon.model.transformer.transformer import Transformer
-from antiphon.service.server.settings import SHIPPED_BUNDLE
+from antiphon.export.export import export_bundle
+from antiphon.importer.importer import ImportOptions, import_checkpoint
+from antiphon.server.settings import SHIPPED_BUNDLE
+from antiphon.text.template import LanguageIds, fill
+from antiphon.transformer.positions import rotary_tables
+from antiphon.transformer.transformer import Transformer
 from antiphon.v1 import inference_pb2 as pb
 from tests.bundle_serving import serving_bundle
 from tests.parity import decoder_checkpoints, encoder_checkpoints, seq2seq_checkpoints

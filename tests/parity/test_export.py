@@ -12,15 +12,15 @@ import onnx_ir as ir
 import pytest
 import torch
 
-from antiphon.model.bundle import graph_ports
-from antiphon.model.bundle.manifest import Bundle, Lowering, Precision, Provenance, load_bundle
-from antiphon.model.checkpoints.checkpoint import Checkpoint
-from antiphon.model.export import export
-from antiphon.model.export.export import ExportError, export_bundle
-from antiphon.model.export.graphs import trace
-from antiphon.model.export.verification.verify import VerificationError
-from antiphon.model.transformer.random_model import random_transformer
-from antiphon.model.transformer.transformer import Transformer
+from antiphon.bundle import graph_ports
+from antiphon.bundle.manifest import Bundle, Lowering, Precision, Provenance, load_bundle
+from antiphon.checkpoints.checkpoint import Checkpoint
+from antiphon.export import export
+from antiphon.export.export import ExportError, export_bundle
+from antiphon.export.graphs import trace
+from antiphon.export.verification.verify import VerificationError
+from antiphon.transformer.random_model import random_transformer
+from antiphon.transformer.transformer import Transformer
 from tests.parity.exports import small_config
 
 

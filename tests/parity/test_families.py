@@ -10,8 +10,8 @@ import torch
 import transformers
 from torch import Tensor
 
-from antiphon.model.config import ModelConfig
-from antiphon.model.transformer.random_model import random_transformer
+from antiphon.architecture.config import ModelConfig
+from antiphon.transformer.random_model import random_transformer
 from tests.parity.exports import small_config
 
 # For each family its settings in transformers, and the equivalent fields of ModelConfig.

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from antiphon.model.config import ModelConfig
-from antiphon.model.export.export import write_graphs
-from antiphon.model.transformer.random_model import random_transformer
-from antiphon.service.tools.bench.gpu.agreement import agreement, translate
-from antiphon.service.tools.bench.gpu.beside import generate_with_transformers, serve_streams
-from antiphon.service.tools.bench.gpu.models import BART_LARGE, random_bundle, shape_of, step_weight_bytes
+from antiphon.architecture.config import ModelConfig
+from antiphon.export.export import write_graphs
+from antiphon.tools.bench.gpu.agreement import agreement, translate
+from antiphon.tools.bench.gpu.beside import generate_with_transformers, serve_streams
+from antiphon.tools.bench.gpu.models import BART_LARGE, random_bundle, shape_of, step_weight_bytes
+from antiphon.transformer.random_model import random_transformer
 
 SOURCES = [[5, 6, 7, 8], [9, 10, 11, 12], [13, 14, 15, 16]]
 

@@ -14,16 +14,16 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from antiphon.model.bundle.graph import Graph
-from antiphon.model.bundle.manifest import Bundle, Lowering, Precision
-from antiphon.model.bundle.native_stepper import NativeStepper
-from antiphon.model.bundle.stepper import Floats, GraphStepper, Ids
-from antiphon.model.export.export import write_graphs
-from antiphon.model.export.profile import measure_peak
-from antiphon.model.export.verification.verify import TOLERANCES, compare, step_through, verify
-from antiphon.model.ops.cache_geometry import pool_axes
-from antiphon.model.ops.workspace import Workspace
-from antiphon.model.transformer.random_model import random_transformer
+from antiphon.bundle.graph import Graph
+from antiphon.bundle.manifest import Bundle, Lowering, Precision
+from antiphon.bundle.native_stepper import NativeStepper
+from antiphon.bundle.stepper import Floats, GraphStepper, Ids
+from antiphon.export.export import write_graphs
+from antiphon.export.profile import measure_peak
+from antiphon.export.verification.verify import TOLERANCES, compare, step_through, verify
+from antiphon.ops.cache_geometry import pool_axes
+from antiphon.ops.workspace import Workspace
+from antiphon.transformer.random_model import random_transformer
 from tests.parity.exports import native_stepper, stepper
 
 STEPS = 6

@@ -19,11 +19,10 @@ from typing import Any
 
 import pytest
 
-from antiphon.model.bundle.manifest import Bundle, Precision
-from antiphon.model.checkpoints.checkpoint import Checkpoint
-from antiphon.model.export.export import export_bundle
-from antiphon.service.domain.errors import InvalidArgument
-from antiphon.service.domain.request import (
+from antiphon.bundle.manifest import Bundle, Precision
+from antiphon.checkpoints.checkpoint import Checkpoint
+from antiphon.domain.errors import InvalidArgument
+from antiphon.domain.request import (
     MAX_SEED,
     EarlyStopping,
     FinishReason,
@@ -33,8 +32,9 @@ from antiphon.service.domain.request import (
     Task,
     TokenEvent,
 )
-from antiphon.service.domain.tasks import Embed
-from antiphon.service.runtime.native_runner import NativeRunner
+from antiphon.domain.tasks import Embed
+from antiphon.export.export import export_bundle
+from antiphon.runtime.native_runner import NativeRunner
 from tests.fakes import changed, request_of, scored
 from tests.parity.crowd import Crowd
 

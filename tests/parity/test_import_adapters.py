@@ -15,10 +15,10 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from antiphon.model.checkpoints.source_weights import SourceError
-from antiphon.model.export.verification.verify import VerificationError
-from antiphon.model.importer.importer import ImportOptions, _convert, _inspect
-from antiphon.model.transformer.transformer import Transformer
+from antiphon.checkpoints.source_weights import SourceError
+from antiphon.export.verification.verify import VerificationError
+from antiphon.importer.importer import ImportOptions, _convert, _inspect
+from antiphon.transformer.transformer import Transformer
 from tests.parity import seq2seq_checkpoints
 from tests.parity.adapters import open_adapted, outputs_of_ours, outputs_of_theirs, train_adapter
 from tests.parity.decoder_checkpoints import DECODERS, write_decoder

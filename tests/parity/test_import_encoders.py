@@ -14,11 +14,11 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from antiphon.model.bundle.native_encoder import NativeEncoder
-from antiphon.model.checkpoints.source_weights import SourceError
-from antiphon.model.config import ModelConfig
-from antiphon.model.head_config import FIRST_TOKEN_TASKS, Task
-from antiphon.model.importer.importer import ImportOptions, import_checkpoint
+from antiphon.architecture.config import ModelConfig
+from antiphon.architecture.heads import FIRST_TOKEN_TASKS, Task
+from antiphon.bundle.native_encoder import NativeEncoder
+from antiphon.checkpoints.source_weights import SourceError
+from antiphon.importer.importer import ImportOptions, import_checkpoint
 from tests.parity.encoder_checkpoints import SPECIAL, read_checkpoint, write_checkpoint
 
 LENS = (13, 1, 29, 6)

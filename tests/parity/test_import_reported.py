@@ -12,11 +12,11 @@ import pytest
 import torch
 import transformers
 
+from antiphon.bundle.manifest import Bundle, GenerationDefaults, load_bundle
 from antiphon.cli import main as cli
 from antiphon.client import Options
-from antiphon.model.bundle.manifest import Bundle, GenerationDefaults, load_bundle
-from antiphon.model.text.template import LanguageIds, fill
-from antiphon.model.text.tokenizer import Tokenizer, open_tokenizer
+from antiphon.text.template import LanguageIds, fill
+from antiphon.text.tokenizer import Tokenizer, open_tokenizer
 from tests.bundle_serving import serving_bundle
 
 DATA = Path(os.environ.get("ANTIPHON_DATA", ".")) / "reported-checkpoints"

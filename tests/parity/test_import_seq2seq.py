@@ -14,13 +14,13 @@ import torch
 import transformers
 from numpy.typing import NDArray
 
+from antiphon.bundle.manifest import Bundle, Precision, load_bundle
+from antiphon.bundle.native_stepper import run_native
+from antiphon.bundle.session import native_session
 from antiphon.cli import main as cli
-from antiphon.model.bundle.manifest import Bundle, Precision, load_bundle
-from antiphon.model.bundle.native_stepper import run_native
-from antiphon.model.bundle.session import native_session
-from antiphon.service.domain.request import SamplingParams
-from antiphon.service.rpc.v1.served.model_defaults import own_defaults
-from antiphon.service.runtime.native_runner import NativeRunner
+from antiphon.domain.request import SamplingParams
+from antiphon.rpc.v1.served.model_defaults import own_defaults
+from antiphon.runtime.native_runner import NativeRunner
 from tests.fakes import request_of
 from tests.parity.answers_together import answer
 from tests.parity.exports import native_stepper

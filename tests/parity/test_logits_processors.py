@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from antiphon.model.ops.sampling import sample
-from antiphon.service.domain.request import SamplingParams
-from antiphon.service.engine.constraints.logits_processors import LogitsProcessors
+from antiphon.domain.request import SamplingParams
+from antiphon.engine.constraints.logits_processors import LogitsProcessors
+from antiphon.ops.sampling import sample
 from tests.batches import SampleSettings, sampling_of
 from tests.parity.transformers_reference import LogitsOf, Reference, generate
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from antiphon.model.config import ModelConfig
-from antiphon.model.export.graphs.native_graph import PackedEncoder, PagedDecoder, PagedRows
-from antiphon.model.ops.cache_geometry import blocks_for, pool_axes
-from antiphon.model.transformer.random_model import random_transformer
-from antiphon.model.transformer.transformer import Transformer
+from antiphon.architecture.config import ModelConfig
+from antiphon.export.graphs.native_graph import PackedEncoder, PagedDecoder, PagedRows
+from antiphon.ops.cache_geometry import blocks_for, pool_axes
+from antiphon.transformer.random_model import random_transformer
+from antiphon.transformer.transformer import Transformer
 from tests.parity.conftest import VARIANTS
 from tests.parity.exports import small_config
 

@@ -15,16 +15,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from antiphon.model.export.weights.packing import pack_float, pack_int8, unpack_int8
-from antiphon.model.ops.activations import ACTIVATIONS
-from antiphon.model.ops.operators.add_norm import add_norm
-from antiphon.model.ops.operators.disentangled_attention import disentangled_attention
-from antiphon.model.ops.operators.embed import embed
-from antiphon.model.ops.operators.linear import gate, linear
-from antiphon.model.ops.operators.packed_attention import packed_attention
-from antiphon.model.ops.operators.paged_attention import paged_cross_attention, paged_self_attention
-from antiphon.model.ops.operators.paged_write import paged_write
-from antiphon.model.ops.operators.rotary import rotary
+from antiphon.export.weights.packing import pack_float, pack_int8, unpack_int8
+from antiphon.ops.activations import ACTIVATIONS
+from antiphon.ops.operators.add_norm import add_norm
+from antiphon.ops.operators.disentangled_attention import disentangled_attention
+from antiphon.ops.operators.embed import embed
+from antiphon.ops.operators.linear import gate, linear
+from antiphon.ops.operators.packed_attention import packed_attention
+from antiphon.ops.operators.paged_attention import paged_cross_attention, paged_self_attention
+from antiphon.ops.operators.paged_write import paged_write
+from antiphon.ops.operators.rotary import rotary
 from tests.parity.native_nodes import Pool, normal, ramp, run_node
 
 CLOSE = dict(rtol=2e-5, atol=2e-5)

@@ -19,11 +19,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from antiphon.model.bundle.native_stepper import sampling_inputs
-from antiphon.model.export.weights.packing import pack_float, pack_int4, pack_int8
-from antiphon.model.ops.operator import NODE_PREFIXES
-from antiphon.model.ops.operators.all_operators import OPERATORS
-from antiphon.model.ops.sampling import FLOAT_PARAMS, INT_PARAMS, neutral_sampling
+from antiphon.bundle.native_stepper import sampling_inputs
+from antiphon.export.weights.packing import pack_float, pack_int4, pack_int8
+from antiphon.ops.operator import NODE_PREFIXES
+from antiphon.ops.operators.all_operators import OPERATORS
+from antiphon.ops.sampling import FLOAT_PARAMS, INT_PARAMS, neutral_sampling
 from tests.batches import SampleSettings, sampling_of
 from tests.parity import native_calls
 from tests.parity.native_nodes import Pool, normal, ramp, run_node

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from antiphon.model.ops.operator import NODE_PREFIXES
+from antiphon.ops.operator import NODE_PREFIXES
 from tests.parity.native_calls import CALLS, Arrays
 from tests.parity.native_nodes import run_node
 

@@ -9,25 +9,25 @@ import pytest
 import torch
 from torch import Tensor
 
-from antiphon.model.bundle.native_stepper import sampling_inputs
-from antiphon.model.ops.cache_pool import read_positions, write_position
-from antiphon.model.ops.operators.add_norm import add_norm
-from antiphon.model.ops.operators.all_operators import OPERATORS
-from antiphon.model.ops.operators.disentangled_attention import disentangled_attention
-from antiphon.model.ops.operators.embed import embed
-from antiphon.model.ops.operators.linear import gate, linear
-from antiphon.model.ops.operators.packed_attention import packed_attention
-from antiphon.model.ops.operators.paged_attention import paged_cross_attention, paged_self_attention
-from antiphon.model.ops.operators.paged_write import paged_write
-from antiphon.model.ops.operators.rotary import rotary
-from antiphon.model.ops.operators.sample import SAMPLE, sample
-from antiphon.model.ops.operators.sublayers import (
+from antiphon.bundle.native_stepper import sampling_inputs
+from antiphon.ops.cache_pool import read_positions, write_position
+from antiphon.ops.operators.add_norm import add_norm
+from antiphon.ops.operators.all_operators import OPERATORS
+from antiphon.ops.operators.disentangled_attention import disentangled_attention
+from antiphon.ops.operators.embed import embed
+from antiphon.ops.operators.linear import gate, linear
+from antiphon.ops.operators.packed_attention import packed_attention
+from antiphon.ops.operators.paged_attention import paged_cross_attention, paged_self_attention
+from antiphon.ops.operators.paged_write import paged_write
+from antiphon.ops.operators.rotary import rotary
+from antiphon.ops.operators.sample import SAMPLE, sample
+from antiphon.ops.operators.sublayers import (
     feed_forward_sublayer,
     packed_attention_sublayer,
     paged_cross_attention_sublayer,
     paged_self_attention_sublayer,
 )
-from antiphon.model.ops.torch_registration import torch_operator
+from antiphon.ops.torch_registration import torch_operator
 from tests.batches import SampleSettings, sampling_of
 
 HEADS, WIDTH = 2, 8

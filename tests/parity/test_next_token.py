@@ -17,18 +17,18 @@ import torch
 import transformers
 from torch import Tensor
 
+from antiphon.bundle.manifest import Bundle
 from antiphon.client import AsyncClient, Generation, NextToken, Options
-from antiphon.model.bundle.manifest import Bundle
-from antiphon.model.importer.importer import ImportOptions, import_checkpoint
-from antiphon.model.ops.counter_random import uniform_at
-from antiphon.model.ops.logits_warpers import invert
+from antiphon.importer.importer import ImportOptions, import_checkpoint
+from antiphon.ops.counter_random import uniform_at
+from antiphon.ops.logits_warpers import invert
 from antiphon.v1 import inference_pb2 as pb
 from tests.bundle_serving import serving_bundle
 from tests.parity.answers_together import one_torch_thread
 from tests.parity.decoder_checkpoints import write_decoder
 from tests.parity.seq2seq_checkpoints import save
 
-SHIPPED = Path(__file__).parents[2] / "model" / "bundles" / "en-de"
+SHIPPED = Path(__file__).parents[2] / "model" / "antiphon" / "bundles" / "en-de"
 STAGES = ("model", "logits_processors", "temperature", "top_k", "top_p", "min_p", "typical_p")
 PREFIX, GENERATED = (7, 10, 7), (12, 30, 12, 9)
 SOURCE = (8, 30, 5, 61, 12, 7, 40)

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from antiphon.model.export.export import ExportError, export_bundle
-from antiphon.model.export.verification.verify import verify
-from antiphon.model.transformer.random_model import random_transformer
+from antiphon.export.export import ExportError, export_bundle
+from antiphon.export.verification.verify import verify
+from antiphon.transformer.random_model import random_transformer
 from tests.parity.conftest import VARIANTS
 from tests.parity.exports import small_config, write_checkpoint
 

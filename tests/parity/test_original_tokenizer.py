@@ -12,12 +12,12 @@ import sentencepiece
 import transformers
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
-from antiphon.model.checkpoints.families.family import family_of
-from antiphon.model.checkpoints.text_formats import tokenizers_format
-from antiphon.model.config import ModelConfig
-from antiphon.model.importer.original_tokenizer import open_original_tokenizer, write_tokenizer
-from antiphon.model.text.format import NoTokenizersFile, TokenizerError
-from antiphon.model.text.tokenizer import open_tokenizer
+from antiphon.architecture.config import ModelConfig
+from antiphon.checkpoints.families.family import family_of
+from antiphon.checkpoints.text_formats import tokenizers_format
+from antiphon.importer.original_tokenizer import open_original_tokenizer, write_tokenizer
+from antiphon.text.format import NoTokenizersFile, TokenizerError
+from antiphon.text.tokenizer import open_tokenizer
 from tests.parity.tokenizer_checkpoints import KINDS, TEXTS, pieces
 
 AWKWARD = ["", "the cat's  mat", "Größe über naïve café", "hello, WORLD!?", "der Hund läuft 🙂"]

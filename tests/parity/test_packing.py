@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from antiphon.model.bundle.manifest import Bundle, Precision
-from antiphon.model.export.weights.packing import (
+from antiphon.bundle.manifest import Bundle, Precision
+from antiphon.export.weights.packing import (
     DEPTH,
     PANEL,
     pack_float,
@@ -22,8 +22,8 @@ from antiphon.model.export.weights.packing import (
     unpack_int8,
     unpack_weight,
 )
-from antiphon.model.export.weights.quantize import quantize_rows
-from antiphon.model.export.weights.quantize_groups import quantize_groups
+from antiphon.export.weights.quantize import quantize_rows
+from antiphon.export.weights.quantize_groups import quantize_groups
 
 SIZES = st.tuples(st.integers(1, 70), st.integers(1, 150))
 

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from antiphon.model.bundle.graph import GraphError
-from antiphon.model.bundle.position_tables import read_position_tables
-from antiphon.model.export.graphs.position_graph import position_graph, verify_positions
-from antiphon.model.export.verification.verify import VerificationError
-from antiphon.model.export.weights.weights_file import WeightsFile
-from antiphon.model.transformer.random_model import random_transformer
-from antiphon.model.transformer.transformer import Transformer
+from antiphon.bundle.graph import GraphError
+from antiphon.bundle.position_tables import read_position_tables
+from antiphon.export.graphs.position_graph import position_graph, verify_positions
+from antiphon.export.verification.verify import VerificationError
+from antiphon.export.weights.weights_file import WeightsFile
+from antiphon.transformer.random_model import random_transformer
+from antiphon.transformer.transformer import Transformer
 from tests.parity.exports import small_config
 
 ENCODER: dict[str, object] = dict(architecture="encoder", decoder_layers=0)

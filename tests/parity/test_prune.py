@@ -11,16 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from antiphon.model.checkpoints.checkpoint import Checkpoint, load_checkpoint
-from antiphon.model.config import ModelConfig, preset
-from antiphon.model.export.export import export_bundle
-from antiphon.model.training.data.translation_data import Batch, Example, collate
-from antiphon.model.training.pruning import prune
-from antiphon.model.training.pruning.head_choice import Choice, Each, PruneError, Share
-from antiphon.model.training.pruning.head_importance import attentions, head_gates, head_importance, sentence_losses
-from antiphon.model.training.pruning.prune import without_heads
-from antiphon.model.transformer.random_model import random_transformer
-from antiphon.model.transformer.transformer import Transformer
+from antiphon.architecture.config import ModelConfig, preset
+from antiphon.checkpoints.checkpoint import Checkpoint, load_checkpoint
+from antiphon.export.export import export_bundle
+from antiphon.training.data.translation_data import Batch, Example, collate
+from antiphon.training.pruning import prune
+from antiphon.training.pruning.head_choice import Choice, Each, PruneError, Share
+from antiphon.training.pruning.head_importance import attentions, head_gates, head_importance, sentence_losses
+from antiphon.training.pruning.prune import without_heads
+from antiphon.transformer.random_model import random_transformer
+from antiphon.transformer.transformer import Transformer
 from tests.parity.conftest import VARIANTS
 from tests.parity.exports import small_config
 

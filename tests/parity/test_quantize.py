@@ -11,9 +11,9 @@ import onnxruntime as ort
 import pytest
 from numpy.typing import NDArray
 
-from antiphon.model.bundle.exact_products import keep_products_exact
-from antiphon.model.bundle.manifest import Bundle, Precision
-from antiphon.model.export.weights.quantize import quantize, quantize_rows
+from antiphon.bundle.exact_products import keep_products_exact
+from antiphon.bundle.manifest import Bundle, Precision
+from antiphon.export.weights.quantize import quantize, quantize_rows
 
 Floats = NDArray[np.float32]
 

@@ -18,14 +18,14 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from antiphon.model.bundle.manifest import Bundle
-from antiphon.model.checkpoints.checkpoint import Checkpoint
-from antiphon.model.checkpoints.source_weights import SourceError
-from antiphon.model.importer.importer import ImportOptions, import_checkpoint, open_original
-from antiphon.model.text.tokenizer import encode_sources
-from antiphon.service.domain.request import Request, SamplingParams
-from antiphon.service.rpc.v1.served.model_defaults import own_defaults
-from antiphon.service.runtime.native_runner import NativeRunner
+from antiphon.bundle.manifest import Bundle
+from antiphon.checkpoints.checkpoint import Checkpoint
+from antiphon.checkpoints.source_weights import SourceError
+from antiphon.domain.request import Request, SamplingParams
+from antiphon.importer.importer import ImportOptions, import_checkpoint, open_original
+from antiphon.rpc.v1.served.model_defaults import own_defaults
+from antiphon.runtime.native_runner import NativeRunner
+from antiphon.text.tokenizer import encode_sources
 from tests.fakes import changed, request_of
 from tests.parity.answers_together import answer
 from tests.parity.decoder_checkpoints import DECODERS, write_decoder

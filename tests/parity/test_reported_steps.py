@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import pytest
 
-from antiphon.model.transformer.transformer import Transformer
-from antiphon.service.domain.request import EarlyStopping, SamplingParams
-from antiphon.service.domain.tasks import Generate, Score
-from antiphon.service.runtime.native_runner import NativeRunner
+from antiphon.domain.request import EarlyStopping, SamplingParams
+from antiphon.domain.tasks import Generate, Score
+from antiphon.runtime.native_runner import NativeRunner
+from antiphon.transformer.transformer import Transformer
 from tests.fakes import request_of, scored
 from tests.parity.answers_together import answer, eager_logits, export_model, lively, one_torch_thread
 from tests.parity.search_steps import Path, Replay, check_steps, replay

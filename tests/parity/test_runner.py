@@ -9,13 +9,13 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from antiphon.model.bundle.manifest import Bundle, Precision
-from antiphon.model.checkpoints.checkpoint import Checkpoint
-from antiphon.model.export.verification.verify import TOLERANCES, compare
-from antiphon.model.ops.cache_geometry import blocks_for
-from antiphon.model.ops.sampling import Samples
-from antiphon.service.engine.cache.block_pool import BlockPool
-from antiphon.service.runtime.native_runner import NativeRunner
+from antiphon.bundle.manifest import Bundle, Precision
+from antiphon.checkpoints.checkpoint import Checkpoint
+from antiphon.engine.cache.block_pool import BlockPool
+from antiphon.export.verification.verify import TOLERANCES, compare
+from antiphon.ops.cache_geometry import blocks_for
+from antiphon.ops.sampling import Samples
+from antiphon.runtime.native_runner import NativeRunner
 from tests.batches import SampleSettings, Tables, batch_of, sampling_of
 
 # float32 sums in another order, through two layers of width 64 and their norms.

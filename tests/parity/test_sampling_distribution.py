@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import torch
 
-from antiphon.model.config import ModelConfig
-from antiphon.model.ops.sampling import FLOAT_PARAMS
-from antiphon.model.transformer.random_model import random_transformer
-from antiphon.service.domain.request import Request, SamplingParams, TokenEvent
-from antiphon.service.runtime.native_runner import NativeRunner
+from antiphon.architecture.config import ModelConfig
+from antiphon.domain.request import Request, SamplingParams, TokenEvent
+from antiphon.ops.sampling import FLOAT_PARAMS
+from antiphon.runtime.native_runner import NativeRunner
+from antiphon.transformer.random_model import random_transformer
 from tests.fakes import request_of
 from tests.parity.answers_together import answer, eager_logits, export_model, one_torch_thread, processor_options
 from tests.parity.transformers_reference import LogitsOf, Reference, next_scores

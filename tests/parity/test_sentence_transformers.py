@@ -21,12 +21,12 @@ import transformers
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from antiphon.bundle.manifest import load_bundle
+from antiphon.checkpoints.source_weights import SourceError
 from antiphon.client import ServerError
-from antiphon.model.bundle.manifest import load_bundle
-from antiphon.model.checkpoints.source_weights import SourceError
-from antiphon.model.export.verification.verify import VerificationError
-from antiphon.model.importer import compare_pipeline
-from antiphon.model.importer.importer import ImportOptions, import_checkpoint
+from antiphon.export.verification.verify import VerificationError
+from antiphon.importer import compare_pipeline
+from antiphon.importer.importer import ImportOptions, import_checkpoint
 from tests.bundle_serving import serving_bundle
 from tests.parity import seq2seq_checkpoints
 from tests.parity.encoder_checkpoints import randomise, write_checkpoint

@@ -14,11 +14,11 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders
 
-from antiphon.model.checkpoints.text_formats import Languages, sentencepiece_format, tokenizers_format
-from antiphon.model.text.format import TextFormat, TokenizerError
-from antiphon.model.text.template import LanguageIds, fill, language_id
-from antiphon.model.text.tokenizer import Tokenizer, open_tokenizer
-from antiphon.service.rpc.v1.answers.answers import Detokenizer
+from antiphon.checkpoints.text_formats import Languages, sentencepiece_format, tokenizers_format
+from antiphon.rpc.v1.answers.answers import Detokenizer
+from antiphon.text.format import TextFormat, TokenizerError
+from antiphon.text.template import LanguageIds, fill, language_id
+from antiphon.text.tokenizer import Tokenizer, open_tokenizer
 from tests.parity.tokenizer_checkpoints import FAIRSEQ_TOKENS, KINDS, NLLB_LANGUAGES, pieces
 
 AWKWARD = [

@@ -12,10 +12,10 @@ import pytest
 import torch
 import transformers
 
+from antiphon.checkpoints.checkpoint import load_checkpoint
 from antiphon.cli.main import main
-from antiphon.model.checkpoints.checkpoint import load_checkpoint
-from antiphon.model.export.export import export_bundle
-from antiphon.model.text.template import fill
+from antiphon.export.export import export_bundle
+from antiphon.text.template import fill
 from tests.language_recipes import language_recipe, running_text
 from tests.parity.decoder_checkpoints import write_decoder
 from tests.parity.encoder_checkpoints import write_checkpoint

@@ -12,10 +12,10 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 from transformers.models.m2m_100.modeling_m2m_100 import M2M100SinusoidalPositionalEmbedding
 from transformers.models.marian.modeling_marian import MarianSinusoidalPositionalEmbedding
 
-from antiphon.model.config import LinearScaling, Llama3Scaling, ModelConfig, RopeScaling, preset
-from antiphon.model.ops.activations import ACTIVATIONS
-from antiphon.model.transformer.layers import DecoderLayer, EncoderLayer
-from antiphon.model.transformer.positions import (
+from antiphon.architecture.config import LinearScaling, Llama3Scaling, ModelConfig, RopeScaling, preset
+from antiphon.ops.activations import ACTIVATIONS
+from antiphon.transformer.layers import DecoderLayer, EncoderLayer
+from antiphon.transformer.positions import (
     AbsolutePositions,
     alibi_slopes,
     relative_bucket,
@@ -23,8 +23,8 @@ from antiphon.model.transformer.positions import (
     rotate,
     sinusoidal_table,
 )
-from antiphon.model.transformer.random_model import random_transformer
-from antiphon.model.transformer.transformer import Transformer
+from antiphon.transformer.random_model import random_transformer
+from antiphon.transformer.transformer import Transformer
 
 TOLERANCE = 2e-5  # float32 with about a dozen matrix products in sequence; the order of additions differs
 

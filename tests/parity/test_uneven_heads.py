@@ -10,20 +10,20 @@ from pathlib import Path
 import pytest
 import torch
 
+from antiphon.bundle.manifest import Bundle, Lowering, load_bundle
+from antiphon.checkpoints.checkpoint import Checkpoint, CheckpointError
 from antiphon.client import ServerError
-from antiphon.model.bundle.manifest import Bundle, Lowering, load_bundle
-from antiphon.model.checkpoints.checkpoint import Checkpoint, CheckpointError
-from antiphon.model.export.export import export_bundle
-from antiphon.model.export.graphs.contrib_lowering import LoweringError
-from antiphon.model.export.verification.verify import TOLERANCES, compare
-from antiphon.model.ops.cache_geometry import pool_axes
-from antiphon.model.transformer.greedy import greedy
-from antiphon.model.transformer.transformer import Transformer
-from antiphon.service.domain.errors import Unsupported
-from antiphon.service.domain.request import SamplingParams
-from antiphon.service.runtime.explain import Explainer
-from antiphon.service.runtime.native_runner import NativeRunner
-from antiphon.service.tools.bench.ctranslate2.conversion import ctranslate2_specification
+from antiphon.domain.errors import Unsupported
+from antiphon.domain.request import SamplingParams
+from antiphon.export.export import export_bundle
+from antiphon.export.graphs.contrib_lowering import LoweringError
+from antiphon.export.verification.verify import TOLERANCES, compare
+from antiphon.ops.cache_geometry import pool_axes
+from antiphon.runtime.explain import Explainer
+from antiphon.runtime.native_runner import NativeRunner
+from antiphon.tools.bench.ctranslate2.conversion import ctranslate2_specification
+from antiphon.transformer.greedy import greedy
+from antiphon.transformer.transformer import Transformer
 from tests.bundle_serving import serving_bundle
 from tests.fakes import request_of
 from tests.parity.answers_together import answer, export_model, lively, one_torch_thread

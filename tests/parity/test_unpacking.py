@@ -12,33 +12,33 @@ import pytest
 import torch
 from torch import nn
 
-from antiphon.load.workload.texts import EVERYDAY
-from antiphon.model.bundle.manifest import Bundle, BundleError, Precision, load_bundle
-from antiphon.model.checkpoints.checkpoint import (
+from antiphon.bundle.manifest import Bundle, BundleError, Precision, load_bundle
+from antiphon.checkpoints.checkpoint import (
     Checkpoint,
     CheckpointError,
     load_checkpoint,
     save_checkpoint,
     weights_of,
 )
-from antiphon.model.export.export import export_bundle
-from antiphon.model.export.graphs.graph_edit import constant_array
-from antiphon.model.export.verification.verify import verify
-from antiphon.model.export.weights.packing import unpack_int8
-from antiphon.model.export.weights.quantize import quantize_rows
-from antiphon.model.export.weights.quantize_groups import quantize_groups
-from antiphon.model.export.weights.unpacking import unpack_checkpoint
-from antiphon.model.text.tokenizer import encode_sources
-from antiphon.model.transformer.greedy import greedy
-from antiphon.model.transformer.transformer import Stack, Transformer
-from antiphon.service.runtime.runners import open_runner
-from antiphon.service.server.settings import SHIPPED_BUNDLE
-from antiphon.service.tools.bench.ctranslate2.conversion import (
+from antiphon.export.export import export_bundle
+from antiphon.export.graphs.graph_edit import constant_array
+from antiphon.export.verification.verify import verify
+from antiphon.export.weights.packing import unpack_int8
+from antiphon.export.weights.quantize import quantize_rows
+from antiphon.export.weights.quantize_groups import quantize_groups
+from antiphon.export.weights.unpacking import unpack_checkpoint
+from antiphon.load.workload.texts import EVERYDAY
+from antiphon.runtime.runners import open_runner
+from antiphon.server.settings import SHIPPED_BUNDLE
+from antiphon.text.tokenizer import encode_sources
+from antiphon.tools.bench.ctranslate2.conversion import (
     ctranslate2_specification,
     save_ctranslate2_model,
     translate,
 )
-from antiphon.service.tools.bench.drivers.offline import Offline
+from antiphon.tools.bench.drivers.offline import Offline
+from antiphon.transformer.greedy import greedy
+from antiphon.transformer.transformer import Stack, Transformer
 from tests.parity.exports import native_stepper, small_config, write_checkpoint
 
 MAX_NEW_TOKENS = 64

@@ -11,10 +11,10 @@ import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from antiphon.model.checkpoints.text_formats import tokenizers_format
-from antiphon.model.text import word_piece
-from antiphon.model.text.template import fill
-from antiphon.model.text.tokenizer import Tokenizer, open_tokenizer
+from antiphon.checkpoints.text_formats import tokenizers_format
+from antiphon.text import word_piece
+from antiphon.text.template import fill
+from antiphon.text.tokenizer import Tokenizer, open_tokenizer
 
 TEXTS = [
     "The cat sat on the mat.",

@@ -16,13 +16,13 @@ import transformers
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 from transformers.models.m2m_100.tokenization_m2m_100 import FAIRSEQ_LANGUAGE_CODES
 
-from antiphon.model.checkpoints.text_formats import (
+from antiphon.checkpoints.text_formats import (
     Languages,
     bytes_format,
     sentencepiece_format,
     tokenizers_format,
 )
-from antiphon.model.text.format import TextFormat
+from antiphon.text.format import TextFormat
 
 TEXTS = [
     "the cat sat on the mat.",

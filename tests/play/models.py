@@ -5,14 +5,14 @@ from __future__ import annotations
 import warnings
 from pathlib import Path
 
-from antiphon.model.bundle.manifest import Provenance
-from antiphon.model.checkpoints.checkpoint import load_checkpoint, save_checkpoint, weights_of
-from antiphon.model.config import ModelConfig
-from antiphon.model.export.export import export_bundle
-from antiphon.model.text.tokenizer import MASK_TOKEN, Tokenizer, encoder_format
-from antiphon.model.transformer.random_model import random_transformer
+from antiphon.architecture.config import ModelConfig
+from antiphon.bundle.manifest import Provenance
+from antiphon.checkpoints.checkpoint import load_checkpoint, save_checkpoint, weights_of
+from antiphon.export.export import export_bundle
+from antiphon.text.tokenizer import MASK_TOKEN, Tokenizer, encoder_format
+from antiphon.transformer.random_model import random_transformer
 
-SHIPPED = Path(__file__).parents[2] / "model" / "bundles" / "en-de"
+SHIPPED = Path(__file__).parents[2] / "model" / "antiphon" / "bundles" / "en-de"
 VOCAB_SIZE = 280
 _TEXTS = [f"the small cat number {number} sat on the red mat in Rome" for number in range(40)]
 _SIZES = dict(

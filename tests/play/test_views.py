@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping
 import pytest
 from playwright.sync_api import Locator, Page, expect
 
+from antiphon.bundle.manifest import load_bundle
 from antiphon.client import Client, Options
-from antiphon.model.bundle.manifest import load_bundle
-from antiphon.model.text.format import TextFormat
-from antiphon.service.server.settings import SHIPPED_BUNDLE
+from antiphon.server.settings import SHIPPED_BUNDLE
+from antiphon.text.format import TextFormat
 from tests.busy import repeated
 from tests.fakes import EOS_ID
 from tests.integration.process import ServerProcess, is_idle

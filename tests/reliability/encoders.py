@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from antiphon.model.head_config import HeadConfig
+from antiphon.architecture.heads import HeadConfig
 from tests.reliability.limits import Ask, Limit
 
 HEADS = (

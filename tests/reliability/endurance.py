@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from antiphon.client import AsyncClient
-from antiphon.service.server.settings import SHIPPED_BUNDLE
+from antiphon.server.settings import SHIPPED_BUNDLE
 from tests.integration.process import ServerProcess, is_idle
 from tests.reliability.asking import references
 from tests.reliability.footprint import Footprint, footprint, settled, steady

@@ -14,17 +14,17 @@ from pathlib import Path
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
-from antiphon.model.bundle.checksum import with_checksum
-from antiphon.model.bundle.manifest import MANIFEST_NAME, BundleError, load_bundle
-from antiphon.model.text.format import Template, TextFormat
-from antiphon.model.text.template import LanguageIds, fill
-from antiphon.model.text.tokenizer import Tokenizer
-from antiphon.service.domain.combinations import check_combination
-from antiphon.service.domain.errors import InvalidArgument
-from antiphon.service.engine.constraints.stop_strings import StopFilter, TokenStopMatcher
-from antiphon.service.rpc.calls.parsing import parser
-from antiphon.service.rpc.v1.requests.options import read_options
-from antiphon.service.server.settings import SHIPPED_BUNDLE
+from antiphon.bundle.checksum import with_checksum
+from antiphon.bundle.manifest import MANIFEST_NAME, BundleError, load_bundle
+from antiphon.domain.combinations import check_combination
+from antiphon.domain.errors import InvalidArgument
+from antiphon.engine.constraints.stop_strings import StopFilter, TokenStopMatcher
+from antiphon.rpc.calls.parsing import parser
+from antiphon.rpc.v1.requests.options import read_options
+from antiphon.server.settings import SHIPPED_BUNDLE
+from antiphon.text.format import Template, TextFormat
+from antiphon.text.template import LanguageIds, fill
+from antiphon.text.tokenizer import Tokenizer
 from antiphon.v1 import inference_pb2 as pb
 from tests.reliability.answers import check_field
 

@@ -24,7 +24,7 @@ from antiphon.load.plan import Ask, Objective, Plan
 from antiphon.load.results.result import Result
 from antiphon.load.results.search import bracketed_rate
 from antiphon.load.workload.texts import EVERYDAY
-from antiphon.service.server.settings import SHIPPED_BUNDLE
+from antiphon.server.settings import SHIPPED_BUNDLE
 from tests.integration.process import ServerProcess, is_idle
 from tests.reliability.footprint import footprint
 from tests.reliability.summary import report

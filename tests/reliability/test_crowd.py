@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from antiphon.client import AsyncClient
-from antiphon.service.server.settings import SHIPPED_BUNDLE
+from antiphon.server.settings import SHIPPED_BUNDLE
 from antiphon.v1 import inference_pb2 as pb
 from tests.integration.process import ServerProcess, is_idle
 from tests.reliability.asking import LONG, NUM_KINDS, NUM_LONG_KINDS, Texts, references, streamed

@@ -5,7 +5,7 @@ Memory is checked only by the long run (make endurance), because it cannot be ju
 
 from __future__ import annotations
 
-from antiphon.service.server.settings import SHIPPED_BUNDLE
+from antiphon.server.settings import SHIPPED_BUNDLE
 from tests.integration.process import ServerProcess
 from tests.reliability.endurance import Plan, complaints, endure
 from tests.reliability.sizes import size

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from antiphon.model.bundle.manifest import MANIFEST_NAME, BundleError, load_bundle
-from antiphon.service.server.settings import SHIPPED_BUNDLE
+from antiphon.bundle.manifest import MANIFEST_NAME, BundleError, load_bundle
+from antiphon.server.settings import SHIPPED_BUNDLE
 from tests.integration.process import antiphon
 from tests.reliability.sizes import size
 

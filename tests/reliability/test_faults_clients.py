@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from antiphon.client import AsyncClient
-from antiphon.service.server.settings import SHIPPED_BUNDLE
+from antiphon.server.settings import SHIPPED_BUNDLE
 from tests.integration.process import PATIENCE_S, ServerProcess, environment, is_idle
 from tests.reliability.asking import LONG, Heard, streamed
 from tests.reliability.footprint import Footprint, settled, steady

@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from antiphon.client import AsyncClient, Options, ServerError
-from antiphon.service.server.settings import SHIPPED_BUNDLE
+from antiphon.server.settings import SHIPPED_BUNDLE
 from tests.integration.process import ServerProcess, is_idle
 from tests.reliability.asking import LONG, ask, references, whole
 

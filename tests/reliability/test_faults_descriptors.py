@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 
 from antiphon.client import Client
-from antiphon.service.server.settings import SHIPPED_BUNDLE
+from antiphon.server.settings import SHIPPED_BUNDLE
 from tests.integration.process import PATIENCE_S, ServerProcess
 from tests.reliability.footprint import cpu_s
 

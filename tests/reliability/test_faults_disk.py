@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from antiphon.bundle.manifest import load_bundle
 from antiphon.cli import main as cli
-from antiphon.model.bundle.manifest import load_bundle
 from tests.disks import disk_of
 from tests.parity.seq2seq_checkpoints import save
 from tests.reliability.sizes import size

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from antiphon.service.server.settings import SHIPPED_BUNDLE
+from antiphon.server.settings import SHIPPED_BUNDLE
 from tests.integration.process import PATIENCE_S, ServerProcess, environment
 from tests.reliability.footprint import Footprint, settled, steady
 from tests.reliability.lossy_link import LossyLink, why_not

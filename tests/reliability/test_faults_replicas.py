@@ -10,7 +10,7 @@ import grpc
 
 from antiphon.client import AsyncClient, Connection, ServerError
 from antiphon.client.connection import RetryPolicy
-from antiphon.service.server.settings import SHIPPED_BUNDLE
+from antiphon.server.settings import SHIPPED_BUNDLE
 from tests.integration.process import ServerProcess
 from tests.reliability.asking import LASTING, Heard, Texts, references, streamed, whole
 from tests.reliability.sizes import size

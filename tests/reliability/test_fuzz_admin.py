@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from antiphon.client import Client
-from antiphon.service.server.settings import SHIPPED_BUNDLE
+from antiphon.server.settings import SHIPPED_BUNDLE
 from antiphon.v1 import admin_pb2
 from tests.integration.process import ServerProcess
 from tests.reliability.answers import REFUSALS, check_field

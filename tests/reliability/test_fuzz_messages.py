@@ -12,8 +12,8 @@ from google.protobuf.message_factory import GetMessageClass
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from antiphon.service.engine.engine import Engine
-from antiphon.service.server.settings import SHIPPED_BUNDLE
+from antiphon.engine.engine import Engine
+from antiphon.server.settings import SHIPPED_BUNDLE
 from antiphon.v1 import inference_pb2 as pb
 from tests.bundle_serving import serving_bundle
 from tests.reliability.answers import check_many, check_refusal, check_stream

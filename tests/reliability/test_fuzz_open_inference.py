@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
+from antiphon.engine.engine import Engine
 from antiphon.oip import inference_pb2 as oip
-from antiphon.service.engine.engine import Engine
 from antiphon.v1 import inference_pb2 as pb
 from tests.reliability.answers import REFUSALS
 from tests.reliability.background import Background

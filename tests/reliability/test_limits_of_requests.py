@@ -9,8 +9,8 @@ import grpc
 import pytest
 from google.protobuf.message_factory import GetMessageClass
 
-from antiphon.model.text.tokenizer import Tokenizer
-from antiphon.service.server.settings import SHIPPED_BUNDLE
+from antiphon.server.settings import SHIPPED_BUNDLE
+from antiphon.text.tokenizer import Tokenizer
 from antiphon.v1 import inference_pb2 as pb
 from antiphon.v1.inference_pb2_grpc import InferenceServiceStub
 from tests.bundle_serving import serving_bundle

@@ -11,7 +11,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from antiphon.service.server.settings import SHIPPED_BUNDLE
+from antiphon.server.settings import SHIPPED_BUNDLE
 from antiphon.v1 import inference_pb2 as pb
 from antiphon.v1.inference_pb2_grpc import InferenceServiceStub
 from tests.deploy.full_server import peak_bytes

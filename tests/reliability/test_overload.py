@@ -11,7 +11,7 @@ from dataclasses import replace
 from antiphon.load.drive import drive
 from antiphon.load.plan import Ask, Plan
 from antiphon.load.workload.texts import EVERYDAY
-from antiphon.service.server.settings import SHIPPED_BUNDLE
+from antiphon.server.settings import SHIPPED_BUNDLE
 from tests.integration.process import ServerProcess, is_idle
 from tests.reliability.overload import REFUSED
 from tests.reliability.sizes import size

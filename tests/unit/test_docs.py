@@ -23,7 +23,7 @@ END = re.compile(r"\s#|\s[|;&]")
 OPTION = re.compile(r"(?<=\s)--[a-z][a-z0-9-]*")
 PATH = re.compile(r"`((?:deploy|model|protos|service|tests)/[\w./-]+)`")
 # Paths of the reader's files, and of former files, because DECISIONS.md and CHANGELOG.md describe the past.
-EXAMPLES = {"model/checkpoints/families/NAME.py", "model/ops/operators/NAME.py"}
+EXAMPLES = {"model/antiphon/checkpoints/families/NAME.py", "model/antiphon/ops/operators/NAME.py"}
 HISTORY = ("CHANGELOG.md", "DECISIONS.md")
 
 

@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("deploy", "docs", "model", "protos/antiphon", "service", "tests")
+FOLDERS = ("deploy", "docs", "model", "service", "tests")
 SUFFIXES = (".md", ".py", ".yaml")
 NAME = r"grpc(?:\.[a-z0-9_]+)+"
 IN_DOCUMENT = re.compile(rf"[`\"']({NAME})[`\"']")

@@ -8,8 +8,8 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from antiphon.model.ops.cuda.kernel_list import Parameter, Variant, variants
-from antiphon.model.ops.cuda.library_file import Image, kind_of, library_name, write_library
+from antiphon.ops.cuda.kernel_list import Parameter, Variant, variants
+from antiphon.ops.cuda.library_file import Image, kind_of, library_name, write_library
 from tests.cuda import interpreter
 from tests.cuda.standin.build import LIBRARIES, build
 

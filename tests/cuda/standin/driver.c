@@ -1,4 +1,4 @@
-// The functions of libcuda that model/ops/cuda/native/cuda_driver.h lists.
+// The functions of libcuda that model/antiphon/ops/cuda/native/cuda_driver.h lists.
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>

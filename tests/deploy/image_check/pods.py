@@ -14,7 +14,7 @@ from tests.deploy.image_check.given import Given, expect, share
 from tests.deploy.image_check.podman import CheckError, Container
 from tests.deploy.tools import ROOT
 
-BUNDLE = ROOT / "model" / "bundles" / "en-de"
+BUNDLE = ROOT / "model" / "antiphon" / "bundles" / "en-de"
 Objects = list[dict[str, Any]]
 
 

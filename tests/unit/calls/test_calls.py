@@ -9,7 +9,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from antiphon.service.observability.call import RequestIds, is_request_id
+from antiphon.observability.call import RequestIds, is_request_id
 from antiphon.v1 import inference_pb2 as pb
 from tests.serving import MODEL_NAME, SOURCE, Gate, Serving, asking, asking_whole, details_of, refusal, serving, stub_of
 

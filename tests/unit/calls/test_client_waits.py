@@ -8,8 +8,8 @@ from functools import partial
 
 import pytest
 
-from antiphon.service.domain.errors import AntiphonError, RequestTimeout, SlowReader, TooManyRpcs
-from antiphon.service.rpc.calls.waits.client_waits import ClientWaits, Stage, Wait
+from antiphon.domain.errors import AntiphonError, RequestTimeout, SlowReader, TooManyRpcs
+from antiphon.rpc.calls.waits.client_waits import ClientWaits, Stage, Wait
 from tests.waits import client_waits
 
 

@@ -8,8 +8,8 @@ import threading
 
 import pytest
 
-from antiphon.service.rpc.calls.connections.disconnect import disconnect
-from antiphon.service.rpc.calls.connections.resets import Resets
+from antiphon.rpc.calls.connections.disconnect import disconnect
+from antiphon.rpc.calls.connections.resets import Resets
 
 
 class Connections:

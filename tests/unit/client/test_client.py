@@ -18,7 +18,7 @@ from antiphon.client.messages import as_delta, as_generations
 from antiphon.client.options import options_message
 from antiphon.controls.control import Kind
 from antiphon.controls.table import CONTROLS
-from antiphon.service.domain.limits import EngineLimits
+from antiphon.domain.limits import EngineLimits
 from antiphon.v1 import inference_pb2 as pb
 from tests.fakes import EOS_ID
 from tests.refusing import recording
@@ -337,7 +337,16 @@ def _model_name(target: str) -> str:
 def test_client_loads_nothing_but_grpcio_and_protobuf() -> None:
     code = "import sys, antiphon.client, antiphon.cli.commands.generate, antiphon.cli.main; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    served = {"antiphon.model", "antiphon.service", "google.rpc", "numpy", "onnxruntime", "prometheus_client"}
+    served = {
+        "antiphon.bundle",
+        "antiphon.domain",
+        "antiphon.ops",
+        "antiphon.text",
+        "google.rpc",
+        "numpy",
+        "onnxruntime",
+        "prometheus_client",
+    }
     assert served.isdisjoint(loaded)
     assert {"pydantic", "tokenizers", "torch", "tqdm", "uvloop"}.isdisjoint(loaded)
 

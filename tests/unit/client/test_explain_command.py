@@ -13,10 +13,10 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from antiphon.architecture.heads import HeadConfig
 from antiphon.cli import main as cli
 from antiphon.cli.alignment_plot import plot_alignment
 from antiphon.cli.commands.explain import END
-from antiphon.model.head_config import HeadConfig
 from tests.serving import serving, tiny_tokenizer
 
 TEXT, TARGET_TEXT = "the cat costs $5 and $6", "eine Brücke"

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry
 
-from antiphon.service.domain.limits import EngineLimits
-from antiphon.service.domain.request import Request, SamplingParams, TokenEvent
-from antiphon.service.engine.engine import Engine
-from antiphon.service.engine.sequences.stream import OutputStream
-from antiphon.service.observability.metrics.engine_metrics import Metrics
-from antiphon.service.observability.metrics.metric_families import MetricFamilies
+from antiphon.domain.limits import EngineLimits
+from antiphon.domain.request import Request, SamplingParams, TokenEvent
+from antiphon.engine.engine import Engine
+from antiphon.engine.sequences.stream import OutputStream
+from antiphon.observability.metrics.engine_metrics import Metrics
+from antiphon.observability.metrics.metric_families import MetricFamilies
 from tests.fakes import FakeRunner, limits_for, request_of
 
 TIMEOUT_S = 30.0  # of a broken test; a passing test does not wait for it

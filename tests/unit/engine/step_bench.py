@@ -7,19 +7,19 @@ from collections.abc import Mapping
 
 from prometheus_client import CollectorRegistry
 
-from antiphon.model.head_config import HeadConfig
-from antiphon.model.head_config import Task as HeadTask
-from antiphon.service.domain.cancellation import CancelCause, Cancellations
-from antiphon.service.domain.request import FinishReason, Request, SamplingParams, TokenEvent
-from antiphon.service.engine.cache.block_pool import BlockPool
-from antiphon.service.engine.queue.request_queue import RequestQueue
-from antiphon.service.engine.scheduling.admission import admit, limits_of
-from antiphon.service.engine.sequences.sequence import SequenceGroup, SequenceState
-from antiphon.service.engine.sequences.stream import OutputStream
-from antiphon.service.engine.step.parts import StepParts
-from antiphon.service.engine.step.stepper import Stepper
-from antiphon.service.observability.metrics.engine_metrics import Metrics
-from antiphon.service.observability.metrics.metric_families import MetricFamilies
+from antiphon.architecture.heads import HeadConfig
+from antiphon.architecture.heads import Task as HeadTask
+from antiphon.domain.cancellation import CancelCause, Cancellations
+from antiphon.domain.request import FinishReason, Request, SamplingParams, TokenEvent
+from antiphon.engine.cache.block_pool import BlockPool
+from antiphon.engine.queue.request_queue import RequestQueue
+from antiphon.engine.scheduling.admission import admit, limits_of
+from antiphon.engine.sequences.sequence import SequenceGroup, SequenceState
+from antiphon.engine.sequences.stream import OutputStream
+from antiphon.engine.step.parts import StepParts
+from antiphon.engine.step.stepper import Stepper
+from antiphon.observability.metrics.engine_metrics import Metrics
+from antiphon.observability.metrics.metric_families import MetricFamilies
 from tests.fakes import FakeClock, FakeRunner, limits_for, request_of
 
 BLOCK_SIZE = 4

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from antiphon.model.ops.cache_geometry import blocks_for
-from antiphon.service.domain.request import Arrival, FinishReason, Request, SamplingParams
-from antiphon.service.domain.tasks import Embed
+from antiphon.domain.request import Arrival, FinishReason, Request, SamplingParams
+from antiphon.domain.tasks import Embed
+from antiphon.ops.cache_geometry import blocks_for
 from tests.fakes import request_of, scored, source_of
 from tests.unit.engine.step_bench import BLOCK_SIZE, Bench
 

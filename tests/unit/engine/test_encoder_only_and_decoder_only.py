@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from antiphon.model.head_config import HeadConfig, Scores
-from antiphon.model.ops.readout import scores_of
-from antiphon.service.domain.errors import InvalidArgument, Unsupported
-from antiphon.service.domain.request import Arrival, FinishReason, Pooling, Request, SamplingParams, Task
-from antiphon.service.domain.tasks import Embed, Generate, ReadHead
+from antiphon.architecture.heads import HeadConfig, Scores
+from antiphon.domain.errors import InvalidArgument, Unsupported
+from antiphon.domain.request import Arrival, FinishReason, Pooling, Request, SamplingParams, Task
+from antiphon.domain.tasks import Embed, Generate, ReadHead
+from antiphon.ops.readout import scores_of
 from tests.fakes import EOS_ID, FIRST_WORD_ID, changed, request_of, scored, source_of
 from tests.parity.transformers_reference import Reference, generate
 from tests.unit.engine.step_bench import Bench

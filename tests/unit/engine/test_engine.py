@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
-from antiphon.service.domain.errors import DeadlineExceeded, EngineFault, InvalidArgument, QueueFull, Unavailable
-from antiphon.service.domain.limits import EngineLimits
-from antiphon.service.domain.request import FinishReason, SamplingParams
-from antiphon.service.engine.engine import Engine
-from antiphon.service.observability.metrics.engine_metrics import Metrics
-from antiphon.service.observability.metrics.metric_families import MetricFamilies
+from antiphon.domain.errors import DeadlineExceeded, EngineFault, InvalidArgument, QueueFull, Unavailable
+from antiphon.domain.limits import EngineLimits
+from antiphon.domain.request import FinishReason, SamplingParams
+from antiphon.engine.engine import Engine
+from antiphon.observability.metrics.engine_metrics import Metrics
+from antiphon.observability.metrics.metric_families import MetricFamilies
 from tests.fakes import FakeRunner, source_of, tokens_of
 from tests.unit.engine.engine_bench import TIMEOUT_S, Bench, Gate, arrive, read
 

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from antiphon.service.domain.errors import EngineFault, Unavailable
-from antiphon.service.domain.request import FinishReason
-from antiphon.service.engine.engine import MAX_FAILED_STEPS
+from antiphon.domain.errors import EngineFault, Unavailable
+from antiphon.domain.request import FinishReason
+from antiphon.engine.engine import MAX_FAILED_STEPS
 from tests.fakes import EOS_ID, source_of
 from tests.unit.engine.engine_bench import TIMEOUT_S, Bench, Gate, arrive, read
 
@@ -59,7 +59,7 @@ async def test_engine_counts_steps_with_non_finite_logits_as_failed(bench: Bench
 async def test_engine_reports_an_error_to_every_waiting_caller_when_it_is_drained_while_it_hangs(
     bench: Bench, gate: Gate, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("antiphon.service.engine.engine._STOP_PATIENCE_S", 0.01)
+    monkeypatch.setattr("antiphon.engine.engine._STOP_PATIENCE_S", 0.01)
     streams = [bench.submit(str(index), source_of(target_len=9)) for index in range(6)]
     await arrive(gate)
     assert not await asyncio.to_thread(bench.engine.drain, 0.01)

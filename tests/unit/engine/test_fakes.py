@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from antiphon.service.runtime.runner import DecodeBatch
+from antiphon.runtime.runner import DecodeBatch
 from tests.batches import SampleSettings, batch_of, sampling_of
 from tests.fakes import BOS_ID, EOS_ID, MEMORY_WIDTH, FakeRunner
 

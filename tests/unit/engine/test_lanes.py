@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from antiphon.service.domain.errors import EngineFault, Unavailable
-from antiphon.service.domain.request import FinishReason, SamplingParams, TokenEvent
+from antiphon.domain.errors import EngineFault, Unavailable
+from antiphon.domain.request import FinishReason, SamplingParams, TokenEvent
 from tests.fakes import FakeRunner, source_of, tokens_of
 from tests.unit.engine.engine_bench import TIMEOUT_S, Bench, Gate, arrive, read
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from antiphon.model.ops.cache_geometry import blocks_for
-from antiphon.service.domain.errors import InvalidArgument
-from antiphon.service.domain.request import FinishReason, SamplingParams
+from antiphon.domain.errors import InvalidArgument
+from antiphon.domain.request import FinishReason, SamplingParams
+from antiphon.ops.cache_geometry import blocks_for
 from tests.fakes import source_of
 from tests.unit.engine.step_bench import BLOCK_SIZE, Bench, expected
 

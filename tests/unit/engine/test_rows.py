@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from antiphon.model.ops.cache_geometry import blocks_for
-from antiphon.service.domain.request import MAX_SEED, SamplingParams
-from antiphon.service.engine.batch.rows import RunningRows
-from antiphon.service.engine.cache.block_pool import BlockPool
-from antiphon.service.engine.sequences.sequence import Sequence, SequenceGroup
-from antiphon.service.engine.sequences.stream import OutputStream
-from antiphon.service.runtime.runner import DecodeBatch
+from antiphon.domain.request import MAX_SEED, SamplingParams
+from antiphon.engine.batch.rows import RunningRows
+from antiphon.engine.cache.block_pool import BlockPool
+from antiphon.engine.sequences.sequence import Sequence, SequenceGroup
+from antiphon.engine.sequences.stream import OutputStream
+from antiphon.ops.cache_geometry import blocks_for
+from antiphon.runtime.runner import DecodeBatch
 from tests.fakes import BOS_ID, request_of, source_of
 
 MAX_ROWS = 6

@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from antiphon.service.domain.errors import EngineFault, InvalidArgument
-from antiphon.service.domain.request import (
+from antiphon.domain.errors import EngineFault, InvalidArgument
+from antiphon.domain.request import (
     Arrival,
     EarlyStopping,
     FinishReason,
@@ -28,8 +28,8 @@ from antiphon.service.domain.request import (
     StopMatcher,
     TokenEvent,
 )
-from antiphon.service.domain.tasks import Embed, Generate
-from antiphon.service.engine.sequences.sequence import SequenceState
+from antiphon.domain.tasks import Embed, Generate
+from antiphon.engine.sequences.sequence import SequenceState
 from tests.fakes import BOS_ID, EOS_ID, FIRST_WORD_ID, changed, request_of, scored, source_of
 from tests.parity.transformers_reference import LogitsOf, Reference, generate
 from tests.unit.engine.step_bench import Bench

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from antiphon.model.ops.cache_geometry import blocks_for
-from antiphon.service.domain.cancellation import CancelCause
-from antiphon.service.domain.errors import DeadlineExceeded, EngineFault, QueueFull
-from antiphon.service.domain.request import FinishReason, SamplingParams
-from antiphon.service.engine.sequences.sequence import SequenceGroup, SequenceState
+from antiphon.domain.cancellation import CancelCause
+from antiphon.domain.errors import DeadlineExceeded, EngineFault, QueueFull
+from antiphon.domain.request import FinishReason, SamplingParams
+from antiphon.engine.sequences.sequence import SequenceGroup, SequenceState
+from antiphon.ops.cache_geometry import blocks_for
 from tests.fakes import changed, request_of, source_of
 from tests.unit.engine.step_bench import BLOCK_SIZE, Bench, expected
 

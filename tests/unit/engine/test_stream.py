@@ -9,9 +9,9 @@ import threading
 
 import pytest
 
-from antiphon.service.domain.request import FinishReason, SamplingParams, TokenEvent, TokenLogprob
-from antiphon.service.engine.sequences.stream import OutputStream, Publisher
-from antiphon.service.observability.call import Call
+from antiphon.domain.request import FinishReason, SamplingParams, TokenEvent, TokenLogprob
+from antiphon.engine.sequences.stream import OutputStream, Publisher
+from antiphon.observability.call import Call
 from tests.fakes import request_of
 
 LONG_S = 3600.0  # longer than any test

@@ -8,8 +8,8 @@ import tracemalloc
 
 import pytest
 
-from antiphon.service.domain.request import TokenLogprob
-from antiphon.service.engine.sequences.unread_tokens import Item, UnreadTokens
+from antiphon.domain.request import TokenLogprob
+from antiphon.engine.sequences.unread_tokens import Item, UnreadTokens
 
 NUM_TOKENS = 256
 

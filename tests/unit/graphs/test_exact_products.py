@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from antiphon.model.bundle.exact_products import has_vnni
+from antiphon.bundle.exact_products import has_vnni
 
 
 @pytest.mark.parametrize(

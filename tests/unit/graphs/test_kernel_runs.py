@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from antiphon.model.ops.kernel_runs import (
+from antiphon.ops.kernel_runs import (
     KERNELS,
     PORTABLE,
     AttentionShape,
@@ -26,7 +26,7 @@ from antiphon.model.ops.kernel_runs import (
     read_run,
     sample_run,
 )
-from antiphon.model.ops.workspace import native_library
+from antiphon.ops.workspace import native_library
 
 ROOT = Path(__file__).parents[3]
 SHAPE = AttentionShape(rows=3, length=21, heads=2, width=24)
@@ -121,7 +121,7 @@ def test_sizes_below_one_are_refused() -> None:
 @pytest.mark.parametrize(("wanted", "found"), [("portable", "portable"), ("mmx", "KernelError")])
 def test_active_kernels_are_those_of_the_variable(wanted: str, found: str) -> None:
     program = """
-from antiphon.model.ops.kernel_runs import KernelError, active_kernels
+from antiphon.ops.kernel_runs import KernelError, active_kernels
 try:
     print(active_kernels())
 except KernelError as error:

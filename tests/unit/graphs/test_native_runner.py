@@ -10,8 +10,8 @@ import numpy as np
 import onnx
 import pytest
 
-from antiphon.model.bundle.graph import GraphError
-from antiphon.model.bundle.manifest import (
+from antiphon.bundle.graph import GraphError
+from antiphon.bundle.manifest import (
     Bundle,
     BundleError,
     MemoryFit,
@@ -20,13 +20,13 @@ from antiphon.model.bundle.manifest import (
     load_bundle,
     write_manifest,
 )
-from antiphon.model.ops.cache_geometry import blocks_for
-from antiphon.model.ops.sampling import NONE_ALLOWED, Samples, SamplingArrays, sample
-from antiphon.service.engine.cache.block_pool import BlockPool
-from antiphon.service.runtime.native_runner import NativeRunner
-from antiphon.service.runtime.runner import DecodeBatch
-from antiphon.service.runtime.runners import open_runner
-from antiphon.service.runtime.warm_up import warm_up
+from antiphon.engine.cache.block_pool import BlockPool
+from antiphon.ops.cache_geometry import blocks_for
+from antiphon.ops.sampling import NONE_ALLOWED, Samples, SamplingArrays, sample
+from antiphon.runtime.native_runner import NativeRunner
+from antiphon.runtime.runner import DecodeBatch
+from antiphon.runtime.runners import open_runner
+from antiphon.runtime.warm_up import warm_up
 from tests.batches import SampleSettings, batch_of, sampling_of
 from tests.unit.graphs.tiny_graphs import TinyModel, tiny_config, tiny_model, write_bundle
 from tests.unit.graphs.tiny_native import tiny_native_config, write_native_bundle

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from antiphon.model.ops.operator import Attribute, Input, Kind, Node, Operator, Output
-from antiphon.model.ops.operators.all_operators import OPERATORS
-from antiphon.model.ops.operators.operator_table import MARKER, document
-from antiphon.model.ops.operators.sample import OUTPUTS, PARAMS
-from antiphon.model.ops.sampling import Samples, SamplingArrays
-from antiphon.model.ops.torch_registration import register, torch_operator, torch_schema
-from antiphon.model.ops.workspace import LIBRARY
+from antiphon.ops.operator import Attribute, Input, Kind, Node, Operator, Output
+from antiphon.ops.operators.all_operators import OPERATORS
+from antiphon.ops.operators.operator_table import MARKER, document
+from antiphon.ops.operators.sample import OUTPUTS, PARAMS
+from antiphon.ops.sampling import Samples, SamplingArrays
+from antiphon.ops.torch_registration import register, torch_operator, torch_schema
+from antiphon.ops.workspace import LIBRARY
 
 DOCS = Path(__file__).parents[3] / "docs" / "OPERATORS.md"
 # ONNXTensorElementDataType; a cache is of any type, which the kernel checks.
@@ -31,7 +31,7 @@ def signature(node: Node) -> str:
 def test_documented_operators_equal_the_declared_ones() -> None:
     _, marker, generated = DOCS.read_text(encoding="utf-8").partition(MARKER)
     assert marker
-    command = "python -m antiphon.model.ops.operators.operator_table docs/OPERATORS.md"
+    command = "python -m antiphon.ops.operators.operator_table docs/OPERATORS.md"
     assert generated == "\n" + document(OPERATORS), f"run {command}"
 
 

@@ -6,12 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from antiphon.model.bundle.graph import Graph
-from antiphon.model.bundle.manifest import Bundle, Lowering, load_bundle
-from antiphon.model.bundle.memory_fit import Measurement, fit_memory
-from antiphon.model.export import profile
-from antiphon.model.ops.workspace import Workspace
-from antiphon.service.runtime.native_runner import NativeRunner
+from antiphon.bundle.graph import Graph
+from antiphon.bundle.manifest import Bundle, Lowering, load_bundle
+from antiphon.bundle.memory_fit import Measurement, fit_memory
+from antiphon.export import profile
+from antiphon.ops.workspace import Workspace
+from antiphon.runtime.native_runner import NativeRunner
 from tests.unit.graphs.tiny_graphs import tiny_config, tiny_model, write_bundle
 from tests.unit.graphs.tiny_native import tiny_native_config, write_native_bundle
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from antiphon.model.bundle.session import plain_session, profiling, serving_session
-from antiphon.model.ops.workspace import Workspace
+from antiphon.bundle.session import plain_session, profiling, serving_session
+from antiphon.ops.workspace import Workspace
 from tests.unit.graphs.tiny_graphs import tiny_config, tiny_model, write_bundle
 
 SOURCE = {"input_ids": np.array([[5, 6, 7, 2]], np.int64)}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from antiphon.model.bundle.manifest import Bundle, Lowering
-from antiphon.model.bundle.stepper import GraphStepper
+from antiphon.bundle.manifest import Bundle, Lowering
+from antiphon.bundle.stepper import GraphStepper
 from tests.unit.graphs.tiny_graphs import TinyModel, tiny_config, tiny_model, write_bundle
 
 # float32 sums in another order than NumPy's, over products of width 16.

@@ -16,10 +16,10 @@ import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-import antiphon.model.ops
-from antiphon.model.ops.workspace import Workspace, WorkspaceError, _NativeStats
+import antiphon.ops
+from antiphon.ops.workspace import Workspace, WorkspaceError, _NativeStats
 
-NATIVE = Path(antiphon.model.ops.__file__).parent / "native"
+NATIVE = Path(antiphon.ops.__file__).parent / "native"
 WIDTH, INNER = 32, 128
 
 

@@ -16,9 +16,9 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
-from antiphon.model.bundle.manifest import Bundle, GraphSet, Lowering, Manifest, file_entry, load_bundle, write_manifest
-from antiphon.model.config import ModelConfig
-from antiphon.model.text.format import TextFormat
+from antiphon.architecture.config import ModelConfig
+from antiphon.bundle.manifest import Bundle, GraphSet, Lowering, Manifest, file_entry, load_bundle, write_manifest
+from antiphon.text.format import TextFormat
 
 Array = NDArray[np.float32]
 _NAMES = [("key", "k"), ("value", "v")]

@@ -14,7 +14,8 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
-from antiphon.model.bundle.manifest import (
+from antiphon.architecture.config import ModelConfig
+from antiphon.bundle.manifest import (
     Bundle,
     CacheType,
     GraphSet,
@@ -23,8 +24,7 @@ from antiphon.model.bundle.manifest import (
     load_bundle,
     write_manifest,
 )
-from antiphon.model.config import ModelConfig
-from antiphon.model.text.format import TextFormat
+from antiphon.text.format import TextFormat
 from tests.unit.graphs.tiny_graphs import TinyModel
 
 PANEL = 16

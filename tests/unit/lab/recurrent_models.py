@@ -1,16 +1,16 @@
-"""Small LSTM models and texts for the tests of model/lab."""
+"""Small LSTM models and texts for the tests of model/antiphon/lab."""
 
 import random
 from pathlib import Path
 
 import torch
 
-from antiphon.model.lab.data.algorithms import VOCAB_SIZE, Algorithm, Sizes, algorithm_dataset
-from antiphon.model.lab.data.datasets import Dataset
-from antiphon.model.lab.recurrent.config import RecurrentConfig
-from antiphon.model.lab.recurrent.lstm import RecurrentModel
-from antiphon.model.training.group import Group
-from antiphon.model.training.recipe import Recipe
+from antiphon.lab.data.algorithms import VOCAB_SIZE, Algorithm, Sizes, algorithm_dataset
+from antiphon.lab.data.datasets import Dataset
+from antiphon.lab.recurrent.config import RecurrentConfig
+from antiphon.lab.recurrent.lstm import RecurrentModel
+from antiphon.training.group import Group
+from antiphon.training.recipe import Recipe
 
 SIZES = Sizes(max_len=9, train=600, valid=40, test=40)
 SHAPE = dict(d_model=32, dropout=0.1)

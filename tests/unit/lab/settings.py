@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from antiphon.model.lab.experiments.ablations import trials_of
-from antiphon.model.lab.setting import Setting
-from antiphon.model.lab.trial import Trial
+from antiphon.lab.experiments.ablations import trials_of
+from antiphon.lab.setting import Setting
+from antiphon.lab.trial import Trial
 
 
 def toy_setting(folder: Path, seeds: tuple[int, ...] = (1,)) -> Setting:

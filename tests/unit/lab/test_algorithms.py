@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from antiphon.model.lab.data.algorithms import ALGORITHMS, Algorithm, Sizes, algorithm_dataset
-from antiphon.model.text.tokenizer import Tokenizer
-from antiphon.model.training.data.corpus import Pair, load_corpus
+from antiphon.lab.data.algorithms import ALGORITHMS, Algorithm, Sizes, algorithm_dataset
+from antiphon.text.tokenizer import Tokenizer
+from antiphon.training.data.corpus import Pair, load_corpus
 from tests.unit.lab.recurrent_models import SIZES, made_dataset
 
 PAIRS = {"(": ")", "[": "]", "{": "}"}

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from antiphon.model.bundle.manifest import load_bundle
-from antiphon.model.checkpoints.checkpoint import load_checkpoint
-from antiphon.model.lab.measures.classifiers import GRAPH, PRECISION, SERVED, PlainClassifier, classifier_costs
-from antiphon.model.lab.measures.fine_tuned import fine_tune
-from antiphon.model.lab.measures.served import classify_all, serving
+from antiphon.bundle.manifest import load_bundle
+from antiphon.checkpoints.checkpoint import load_checkpoint
+from antiphon.lab.measures.classifiers import GRAPH, PRECISION, SERVED, PlainClassifier, classifier_costs
+from antiphon.lab.measures.fine_tuned import fine_tune
+from antiphon.lab.measures.served import classify_all, serving
 from tests.encoder_recipes import VERBS, command, fine_tune_recipe, pretrained
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from antiphon.model.lab.experiment import Results
-from antiphon.model.lab.experiments.decoding import DECODING
-from antiphon.model.lab.trial import Result
+from antiphon.lab.experiment import Results
+from antiphon.lab.experiments.decoding import DECODING
+from antiphon.lab.trial import Result
 
 BASELINE, CACHING, SEARCH = "baseline", "seconds to decode one target, PyTorch, one thread", "through the server"
 

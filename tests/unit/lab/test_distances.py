@@ -4,13 +4,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from antiphon.model.lab.measures.distances import gradient_by_distance
-from antiphon.model.lab.recurrent.lstm import RecurrentModel
-from antiphon.model.lab.recurrent.recurrent_task import RecurrentTask
-from antiphon.model.training.data.translation_data import Batch, Example, collate
-from antiphon.model.training.tasks.training_task import RunFolders
-from antiphon.model.training.tasks.translation_task import TranslationTask
-from antiphon.model.transformer.transformer import Transformer
+from antiphon.lab.measures.distances import gradient_by_distance
+from antiphon.lab.recurrent.lstm import RecurrentModel
+from antiphon.lab.recurrent.recurrent_task import RecurrentTask
+from antiphon.training.data.translation_data import Batch, Example, collate
+from antiphon.training.tasks.training_task import RunFolders
+from antiphon.training.tasks.translation_task import TranslationTask
+from antiphon.transformer.transformer import Transformer
 from tests.unit.lab.recurrent_models import ALONE, SHAPE, small_recipe
 
 torch.set_num_threads(1)  # arrays this small are slower with several threads

@@ -2,8 +2,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from antiphon.model.lab.measures.exact_match import Count, exact_match
-from antiphon.model.text.tokenizer import Tokenizer
+from antiphon.lab.measures.exact_match import Count, exact_match
+from antiphon.text.tokenizer import Tokenizer
 
 PAIRS = [("a", "a"), ("a b", "a b"), ("b a", "a b"), ("a b c", "a b c"), ("c", "c")]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from antiphon.model.lab.measures import layers
-from antiphon.model.lab.measures.autograd_paths import longest_chain, shortest_path
+from antiphon.lab.measures import layers
+from antiphon.lab.measures.autograd_paths import longest_chain, shortest_path
 
 torch.set_num_threads(1)
 

@@ -9,20 +9,20 @@ import pytest
 import sacrebleu
 import torch
 
-from antiphon.model.checkpoints.checkpoint import Checkpoint, CheckpointError, load_checkpoint
-from antiphon.model.checkpoints.lengths import with_lengths
-from antiphon.model.config import Positions
-from antiphon.model.lab.experiments.decoding import recomputed
-from antiphon.model.lab.measures.growth import crossing, growth
-from antiphon.model.lab.measures.teacher_forced import forced
-from antiphon.model.lab.measures.translations import bleu_of, translations
-from antiphon.model.lab.times import median_seconds
-from antiphon.model.lab.trial import train
-from antiphon.model.text.tokenizer import Tokenizer, byte_bpe_format
-from antiphon.model.training.data.corpus import load_corpus
-from antiphon.model.transformer.greedy import greedy
-from antiphon.model.transformer.random_model import random_transformer
-from antiphon.model.transformer.transformer import Transformer
+from antiphon.architecture.config import Positions
+from antiphon.checkpoints.checkpoint import Checkpoint, CheckpointError, load_checkpoint
+from antiphon.checkpoints.lengths import with_lengths
+from antiphon.lab.experiments.decoding import recomputed
+from antiphon.lab.measures.growth import crossing, growth
+from antiphon.lab.measures.teacher_forced import forced
+from antiphon.lab.measures.translations import bleu_of, translations
+from antiphon.lab.times import median_seconds
+from antiphon.lab.trial import train
+from antiphon.text.tokenizer import Tokenizer, byte_bpe_format
+from antiphon.training.data.corpus import load_corpus
+from antiphon.transformer.greedy import greedy
+from antiphon.transformer.random_model import random_transformer
+from antiphon.transformer.transformer import Transformer
 from tests.parity.exports import small_config
 from tests.unit.lab.settings import toy_trial
 

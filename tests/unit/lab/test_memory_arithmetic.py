@@ -11,20 +11,20 @@ import numpy as np
 import pytest
 import torch
 
-from antiphon.model.bundle.manifest import Bundle, Manifest, load_bundle
-from antiphon.model.config import ModelConfig, preset
-from antiphon.model.export.export import write_graphs
-from antiphon.model.lab.memory import measurement
-from antiphon.model.lab.memory.arithmetic import padding, training
-from antiphon.model.lab.memory.inference import native, native_weights, translation
-from antiphon.model.lab.memory.lengths import crossings, lecture_rows, longest, with_length
-from antiphon.model.lab.memory.sublayers import LOSS_ROWS
-from antiphon.model.lab.memory.terms import Case, LabBackend, Prediction, UncoveredModelError, num_parameters
-from antiphon.model.text.format import TextFormat
-from antiphon.model.training.group import Group
-from antiphon.model.training.tasks.loss import ROWS, padding_of
-from antiphon.model.transformer.random_model import random_transformer
-from antiphon.model.transformer.transformer import Transformer
+from antiphon.architecture.config import ModelConfig, preset
+from antiphon.bundle.manifest import Bundle, Manifest, load_bundle
+from antiphon.export.export import write_graphs
+from antiphon.lab.memory import measurement
+from antiphon.lab.memory.arithmetic import padding, training
+from antiphon.lab.memory.inference import native, native_weights, translation
+from antiphon.lab.memory.lengths import crossings, lecture_rows, longest, with_length
+from antiphon.lab.memory.sublayers import LOSS_ROWS
+from antiphon.lab.memory.terms import Case, LabBackend, Prediction, UncoveredModelError, num_parameters
+from antiphon.text.format import TextFormat
+from antiphon.training.group import Group
+from antiphon.training.tasks.loss import ROWS, padding_of
+from antiphon.transformer.random_model import random_transformer
+from antiphon.transformer.transformer import Transformer
 
 TOLERANCE = 0.1
 BACKENDS: tuple[LabBackend, ...] = ("eager", "sdpa")
@@ -117,7 +117,7 @@ def test_native_graphs_need_the_predicted_memory(tmp_path: Path, norm_placement:
 
 
 def test_shipped_bundle_has_the_predicted_weights() -> None:
-    bundle = load_bundle(Path(__file__).parents[3] / "model" / "bundles" / "en-de")
+    bundle = load_bundle(Path(__file__).parents[3] / "model" / "antiphon" / "bundles" / "en-de")
     weights = native_weights(bundle.manifest.model, "int8")
     assert weights == pytest.approx(measurement.weights_bytes(bundle), rel=1e-3)
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from antiphon.model.config import preset
-from antiphon.model.lab.memory import command
-from antiphon.model.ops.cache_geometry import blocks_for, pool_axes
+from antiphon.architecture.config import preset
+from antiphon.lab.memory import command
+from antiphon.ops.cache_geometry import blocks_for, pool_axes
 
-BUNDLE = Path(__file__).parents[3] / "model" / "bundles" / "en-de"
+BUNDLE = Path(__file__).parents[3] / "model" / "antiphon" / "bundles" / "en-de"
 
 
 def run_memory(*flags: str) -> int:

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from antiphon.model.checkpoints.checkpoint import CheckpointError, load_weights, read_tensors
-from antiphon.model.lab.recurrent.recurrent_task import OpenRecurrent, RecurrentTask, load_recurrent
-from antiphon.model.training.recipe import RecipeError
-from antiphon.model.training.tasks.training_task import RunFolders
-from antiphon.model.training.tasks.translation_task import TranslationTask
-from antiphon.model.training.trainer import Trainer
+from antiphon.checkpoints.checkpoint import CheckpointError, load_weights, read_tensors
+from antiphon.lab.recurrent.recurrent_task import OpenRecurrent, RecurrentTask, load_recurrent
+from antiphon.training.recipe import RecipeError
+from antiphon.training.tasks.training_task import RunFolders
+from antiphon.training.tasks.translation_task import TranslationTask
+from antiphon.training.trainer import Trainer
 from tests.unit.lab.recurrent_models import ALONE, SHAPE, small_recipe
 
 torch.set_num_threads(1)  # arrays this small are slower with several threads

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from antiphon.cli.main import main
-from antiphon.model.lab.experiment import Claim, Experiment, Results
-from antiphon.model.lab.report import table, write_report
-from antiphon.model.lab.trial import Result
+from antiphon.lab.experiment import Claim, Experiment, Results
+from antiphon.lab.report import table, write_report
+from antiphon.lab.trial import Result
 from tests.unit.lab.settings import toy_setting
 
 

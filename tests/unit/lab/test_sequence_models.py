@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from antiphon.model.lab.experiments.sequences import trials_on
-from antiphon.model.lab.measures import training_steps
-from antiphon.model.lab.measures.sequence_models import SequenceModel, load_sequence_model
-from antiphon.model.lab.measures.speeds import DECODING, TRAINING, produced_tokens, speeds
-from antiphon.model.lab.recurrent.sequence_recipes import LSTM, OPEN_TASKS
-from antiphon.model.lab.trial import Trial, train
-from antiphon.model.training.trainer import Trainer
+from antiphon.lab.experiments.sequences import trials_on
+from antiphon.lab.measures import training_steps
+from antiphon.lab.measures.sequence_models import SequenceModel, load_sequence_model
+from antiphon.lab.measures.speeds import DECODING, TRAINING, produced_tokens, speeds
+from antiphon.lab.recurrent.sequence_recipes import LSTM, OPEN_TASKS
+from antiphon.lab.trial import Trial, train
+from antiphon.training.trainer import Trainer
 from tests.unit.lab.recurrent_models import ALONE, SIZES, made_dataset
 from tests.unit.lab.settings import toy_setting
 

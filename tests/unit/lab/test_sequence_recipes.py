@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from antiphon.model.lab.recurrent.sequence_recipes import OPEN_TASKS, PEAK_LR, Optimisation, sequence_recipe
-from antiphon.model.training.trainer import Trainer
+from antiphon.lab.recurrent.sequence_recipes import OPEN_TASKS, PEAK_LR, Optimisation, sequence_recipe
+from antiphon.training.trainer import Trainer
 from tests.unit.lab.recurrent_models import ALONE, SIZES, made_dataset
 
 

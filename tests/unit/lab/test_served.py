@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from antiphon.client import Options, ServerError
-from antiphon.model.lab.measures.served import ServeError, served, served_translations
+from antiphon.lab.measures.served import ServeError, served, served_translations
 
-BUNDLE = Path(__file__).parents[3] / "model/bundles/en-de"
+BUNDLE = Path(__file__).parents[3] / "model/antiphon/bundles/en-de"
 
 
 def test_served_translations_are_those_of_single_calls_and_a_refused_source_is_an_error() -> None:

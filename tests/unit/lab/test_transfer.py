@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from antiphon.model.lab.experiments.transfer import COUNTS, TASKS, TRANSFER
-from antiphon.model.lab.setting import Setting
-from antiphon.model.training.recipe import load_any_recipe
+from antiphon.lab.experiments.transfer import COUNTS, TASKS, TRANSFER
+from antiphon.lab.setting import Setting
+from antiphon.training.recipe import load_any_recipe
 
 
 def test_rows_of_a_seed_share_one_encoder_of_bert_small(tmp_path: Path) -> None:

@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from antiphon.model.checkpoints.checkpoint import load_checkpoint
-from antiphon.model.lab import trial as trials
-from antiphon.model.lab.experiment import Experiment, run_trials
-from antiphon.model.lab.experiments.ablations import measure
-from antiphon.model.lab.experiments.compare import BERT, COMPARE, STUDENT
-from antiphon.model.lab.setting import Setting
-from antiphon.model.lab.trial import Figures, Folders, Trial, run_trial
+from antiphon.checkpoints.checkpoint import load_checkpoint
+from antiphon.lab import trial as trials
+from antiphon.lab.experiment import Experiment, run_trials
+from antiphon.lab.experiments.ablations import measure
+from antiphon.lab.experiments.compare import BERT, COMPARE, STUDENT
+from antiphon.lab.setting import Setting
+from antiphon.lab.trial import Figures, Folders, Trial, run_trial
 from tests.integration.process import environment
 from tests.unit.lab.settings import toy_setting, toy_trial
 
@@ -40,7 +40,7 @@ def folders(output: Path) -> Folders:
 
 
 def parameters(setting: Setting, trial: Trial, averaged: Path) -> Figures:
-    from antiphon.model.checkpoints.checkpoint import read_tensors
+    from antiphon.checkpoints.checkpoint import read_tensors
 
     weights = read_tensors(averaged / "model.safetensors")
     return {name: weight.double().sum().item() for name, weight in weights.items()}
@@ -69,8 +69,8 @@ from functools import partial
 from pathlib import Path
 import torch
 torch.set_num_threads(1)
-from antiphon.model.lab.trial import run_trial
-from antiphon.model.training.trainer import Trainer
+from antiphon.lab.trial import run_trial
+from antiphon.training.trainer import Trainer
 from tests.unit.lab.settings import toy_setting, toy_trial
 from tests.unit.lab.test_trial import folders, parameters
 

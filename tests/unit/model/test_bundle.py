@@ -13,9 +13,9 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from antiphon.model.bundle.external_data import NotAGraph, external_files
-from antiphon.model.bundle.manifest import MANIFEST_NAME, BundleError, load_bundle
-from antiphon.service.server.settings import SHIPPED_BUNDLE
+from antiphon.bundle.external_data import NotAGraph, external_files
+from antiphon.bundle.manifest import MANIFEST_NAME, BundleError, load_bundle
+from antiphon.server.settings import SHIPPED_BUNDLE
 from tests.manifests import edit_manifest
 
 GRAPH = "decoder.native.int8.onnx"
@@ -170,7 +170,7 @@ def test_external_data_is_found_at_every_place_of_a_graph(tmp_path: Path) -> Non
 
 
 def test_field_numbers_equal_those_of_onnx() -> None:
-    from antiphon.model.bundle import external_data
+    from antiphon.bundle import external_data
 
     kinds: dict[str, Any] = {
         "Model": onnx.ModelProto,

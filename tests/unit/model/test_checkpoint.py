@@ -4,12 +4,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from antiphon.model.bundle.manifest import Provenance
-from antiphon.model.checkpoints.checkpoint import CheckpointError, load_checkpoint, save_checkpoint, weights_of
-from antiphon.model.config import preset
-from antiphon.model.head_config import HeadConfig
-from antiphon.model.text.tokenizer import Tokenizer
-from antiphon.model.transformer.transformer import Transformer
+from antiphon.architecture.config import preset
+from antiphon.architecture.heads import HeadConfig
+from antiphon.bundle.manifest import Provenance
+from antiphon.checkpoints.checkpoint import CheckpointError, load_checkpoint, save_checkpoint, weights_of
+from antiphon.text.tokenizer import Tokenizer
+from antiphon.transformer.transformer import Transformer
 
 PROVENANCE = Provenance(source="s", licence="CC0", attribution="a")
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from antiphon.model.transformer.dropout import Dropout
+from antiphon.transformer.dropout import Dropout
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

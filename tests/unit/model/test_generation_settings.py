@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
+from antiphon.architecture.config import preset
+from antiphon.bundle.manifest import GenerationDefaults
 from antiphon.controls.table import SAMPLING_CONTROLS
-from antiphon.model.bundle.manifest import GenerationDefaults
-from antiphon.model.config import preset
-from antiphon.model.importer.generation_settings import (
+from antiphon.domain.request import SamplingParams
+from antiphon.importer.generation_settings import (
     UNSUPPORTED,
     generation_defaults,
     resolved_generation,
     with_start_and_end,
 )
-from antiphon.model.text.format import TextFormat
-from antiphon.service.domain.request import SamplingParams
+from antiphon.text.format import TextFormat
 
 # Settings of GenerationConfig that generation_settings.py reads.
 READ = """

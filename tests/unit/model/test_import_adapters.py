@@ -14,10 +14,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from antiphon.model.checkpoints.adapters.adapter import open_adapter
-from antiphon.model.checkpoints.families import ctranslate2
-from antiphon.model.checkpoints.source_weights import SourceError
-from antiphon.model.importer.importer import ImportOptions, _adapter, _inspect
+from antiphon.checkpoints.adapters.adapter import open_adapter
+from antiphon.checkpoints.families import ctranslate2
+from antiphon.checkpoints.source_weights import SourceError
+from antiphon.importer.importer import ImportOptions, _adapter, _inspect
 from tests.parity.decoder_checkpoints import write_decoder
 from tests.parity.seq2seq_checkpoints import save
 from tests.unit.model.test_import_errors import refused

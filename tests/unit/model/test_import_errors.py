@@ -15,13 +15,13 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from antiphon.bundle.manifest import load_bundle
+from antiphon.checkpoints import settings as checkpoint_settings
 from antiphon.cli import main as cli
-from antiphon.model.bundle.manifest import load_bundle
-from antiphon.model.checkpoints import settings as checkpoint_settings
-from antiphon.model.importer import generation_settings, importer
-from antiphon.model.importer.generation_settings import comparable_generation
-from antiphon.model.importer.original_tokenizer import write_tokenizer
-from antiphon.model.text.tokenizer import open_tokenizer
+from antiphon.importer import generation_settings, importer
+from antiphon.importer.generation_settings import comparable_generation
+from antiphon.importer.original_tokenizer import write_tokenizer
+from antiphon.text.tokenizer import open_tokenizer
 from tests.parity.seq2seq_checkpoints import save
 
 

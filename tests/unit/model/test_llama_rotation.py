@@ -8,9 +8,9 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from antiphon.model.checkpoints.families import llama
-from antiphon.model.checkpoints.source_weights import SourceError
-from antiphon.model.transformer.positions import rotary_rates
+from antiphon.checkpoints.families import llama
+from antiphon.checkpoints.source_weights import SourceError
+from antiphon.transformer.positions import rotary_rates
 
 SIZES: dict[str, Any] = dict(
     vocab_size=96, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64, hidden_act="silu",

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from antiphon.model.bundle.manifest import FORMAT_VERSION, MANIFEST_NAME, BundleError, load_bundle
-from antiphon.service.server.settings import SHIPPED_BUNDLE
+from antiphon.bundle.manifest import FORMAT_VERSION, MANIFEST_NAME, BundleError, load_bundle
+from antiphon.server.settings import SHIPPED_BUNDLE
 from tests.manifests import edit_manifest
 
 WHOLE = (SHIPPED_BUNDLE / MANIFEST_NAME).read_bytes()

@@ -5,10 +5,10 @@ import torch
 import transformers
 from pydantic import ValidationError
 
-from antiphon.model.config import Activation, ModelConfig, preset
-from antiphon.model.head_config import HeadActivation
-from antiphon.model.ops.activations import ACTIVATIONS
-from antiphon.model.transformer.transformer import Transformer
+from antiphon.architecture.config import Activation, ModelConfig, preset
+from antiphon.architecture.heads import HeadActivation
+from antiphon.ops.activations import ACTIVATIONS
+from antiphon.transformer.transformer import Transformer
 
 
 @pytest.mark.parametrize(("name", "millions"), [("base", 65), ("big", 213)])

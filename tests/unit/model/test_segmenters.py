@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, normalizers, pre_tokenizers
 
-from antiphon.model.text.format import TextFormat, TokenizerError
-from antiphon.model.text.segmenters import Backend as BackendSegmenter
-from antiphon.model.text.segmenters import Bytes, Segmenter, WholeTokens, Words
-from antiphon.model.text.template import LanguageIds, UnknownLanguageError, fill, language_id, num_before
-from antiphon.model.text.token_table import IncrementalDecoder, Strips, table_of
-from antiphon.model.text.tokenizer import open_tokenizer
+from antiphon.text.format import TextFormat, TokenizerError
+from antiphon.text.segmenters import Backend as BackendSegmenter
+from antiphon.text.segmenters import Bytes, Segmenter, WholeTokens, Words
+from antiphon.text.template import LanguageIds, UnknownLanguageError, fill, language_id, num_before
+from antiphon.text.token_table import IncrementalDecoder, Strips, table_of
+from antiphon.text.tokenizer import open_tokenizer
 
 WORDS = ["<blank>", "<s>", "</s>", "<unk>", "a", "b", "\u00e9", "@@c"]
 BYTES = Bytes(3, {"<extra_id_0>": 259})

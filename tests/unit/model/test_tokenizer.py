@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import models
 
-from antiphon.model.text.tokenizer import MASK_TOKEN, SPECIAL_TOKENS, Tokenizer, TokenizerError, encoder_format
+from antiphon.text.tokenizer import MASK_TOKEN, SPECIAL_TOKENS, Tokenizer, TokenizerError, encoder_format
 
 SENTENCES = ["The weather is nice today.", "Größe, Übung, Straße!", "I don't know 12 of them."] * 4
 TOKENIZER = Tokenizer.train(SENTENCES, vocab_size=340)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from antiphon.service.observability.background_writer import BackgroundWriter
+from antiphon.observability.background_writer import BackgroundWriter
 
 PATIENCE_S = 60
 

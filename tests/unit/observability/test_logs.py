@@ -11,11 +11,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from antiphon.service.domain.errors import InvalidArgument
-from antiphon.service.observability.access_log import fields_of
-from antiphon.service.observability.call import Call, enter_call
-from antiphon.service.observability.logs.formats import configure_logging, rfc3339, where_of
-from antiphon.service.observability.trace_context import Sampler, TraceContext, read_trace_parent
+from antiphon.domain.errors import InvalidArgument
+from antiphon.observability.access_log import fields_of
+from antiphon.observability.call import Call, enter_call
+from antiphon.observability.logs.formats import configure_logging, rfc3339, where_of
+from antiphon.observability.trace_context import Sampler, TraceContext, read_trace_parent
 
 SECRET = "Geheimnis"
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"

@@ -8,16 +8,16 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric
 
-from antiphon.model.bundle.manifest import MemoryFit
-from antiphon.model.ops.workspace import Workspace
-from antiphon.service.observability.metrics.engine_metrics import Metrics
-from antiphon.service.observability.metrics.metric_families import MetricFamilies
-from antiphon.service.observability.metrics.process_metrics import add_process_metrics
-from antiphon.service.observability.metrics.rpc_metrics import RpcMetrics
-from antiphon.service.rpc.calls.waits.client_wait_metrics import WaitMetrics
-from antiphon.service.rpc.security.file_metrics import FileMetrics
-from antiphon.service.server.settings import ServerConfig
-from antiphon.service.server.workers.worker_metrics import WorkerMetrics
+from antiphon.bundle.manifest import MemoryFit
+from antiphon.observability.metrics.engine_metrics import Metrics
+from antiphon.observability.metrics.metric_families import MetricFamilies
+from antiphon.observability.metrics.process_metrics import add_process_metrics
+from antiphon.observability.metrics.rpc_metrics import RpcMetrics
+from antiphon.ops.workspace import Workspace
+from antiphon.rpc.calls.waits.client_wait_metrics import WaitMetrics
+from antiphon.rpc.security.file_metrics import FileMetrics
+from antiphon.server.settings import ServerConfig
+from antiphon.server.workers.worker_metrics import WorkerMetrics
 from tests.waits import client_waits
 
 DOCS = Path(__file__).parents[3] / "docs" / "OBSERVABILITY.md"

@@ -13,16 +13,16 @@ from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics_families
 from prometheus_client.parser import text_string_to_metric_families
 
-from antiphon.model.bundle.manifest import MemoryFit
-from antiphon.model.ops.workspace import Workspace
-from antiphon.service.domain.cancellation import CancelCause
-from antiphon.service.domain.errors import InvalidArgument, QueueFull, SlowReader, Unavailable
-from antiphon.service.domain.request import FinishReason, Timing
-from antiphon.service.observability.metrics.engine_metrics import CacheUse, Metrics
-from antiphon.service.observability.metrics.metric_families import MetricFamilies
-from antiphon.service.observability.metrics.rpc_metrics import RpcMetrics
-from antiphon.service.observability.metrics.workspace_by_length import KINDS, LENGTHS
-from antiphon.service.runtime.runner import EncodeReport
+from antiphon.bundle.manifest import MemoryFit
+from antiphon.domain.cancellation import CancelCause
+from antiphon.domain.errors import InvalidArgument, QueueFull, SlowReader, Unavailable
+from antiphon.domain.request import FinishReason, Timing
+from antiphon.observability.metrics.engine_metrics import CacheUse, Metrics
+from antiphon.observability.metrics.metric_families import MetricFamilies
+from antiphon.observability.metrics.rpc_metrics import RpcMetrics
+from antiphon.observability.metrics.workspace_by_length import KINDS, LENGTHS
+from antiphon.ops.workspace import Workspace
+from antiphon.runtime.runner import EncodeReport
 
 REPORT = EncodeReport(
     rows=3,

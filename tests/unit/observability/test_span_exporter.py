@@ -11,10 +11,10 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from prometheus_client import CollectorRegistry
 
-from antiphon.service.observability.call import Call
-from antiphon.service.observability.metrics.metric_families import MetricFamilies
-from antiphon.service.observability.spans.exporter import Spans
-from antiphon.service.observability.trace_context import TraceContext
+from antiphon.observability.call import Call
+from antiphon.observability.metrics.metric_families import MetricFamilies
+from antiphon.observability.spans.exporter import Spans
+from antiphon.observability.trace_context import TraceContext
 
 TIMEOUT_S = 30.0
 

@@ -9,9 +9,9 @@ from typing import Any
 import grpc
 import pytest
 
-from antiphon.service.domain.errors import Unavailable
-from antiphon.service.engine.engine import Engine
-from antiphon.service.runtime.next_token import NextScores, NextTokenScorer
+from antiphon.domain.errors import Unavailable
+from antiphon.engine.engine import Engine
+from antiphon.runtime.next_token import NextScores, NextTokenScorer
 from antiphon.v1 import inference_pb2 as pb
 from tests.explainers import FakeExplainer, HeldExplainer
 from tests.fakes import FakeRunner

@@ -9,8 +9,8 @@ import grpc
 import grpc.aio
 import pytest
 
+from antiphon.bundle.manifest import GenerationDefaults
 from antiphon.client import AsyncClient, Beam, BeamStep, Client, Delta, Generation, Options, ServerError
-from antiphon.model.bundle.manifest import GenerationDefaults
 from antiphon.v1 import inference_pb2 as pb
 from tests.fakes import FakeRunner
 from tests.serving import Serving, asking, asking_whole, details_of, refusal, serving, stub_of

@@ -13,10 +13,10 @@ import grpc
 import grpc.aio
 import pytest
 
-from antiphon.service.domain.limits import EngineLimits
-from antiphon.service.engine.sequences.sequence import SequenceGroup
-from antiphon.service.rpc.v1.many import conversation, outbox
-from antiphon.service.rpc.v1.many.open_request import OpenRequest
+from antiphon.domain.limits import EngineLimits
+from antiphon.engine.sequences.sequence import SequenceGroup
+from antiphon.rpc.v1.many import conversation, outbox
+from antiphon.rpc.v1.many.open_request import OpenRequest
 from antiphon.v1 import inference_pb2 as pb
 from antiphon.v1.inference_pb2_grpc import InferenceServiceStub
 from tests.fakes import FakeClock, FakeRunner, limits_for

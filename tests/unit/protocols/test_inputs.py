@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from antiphon.model.config import preset
-from antiphon.model.text.format import TextFormat
-from antiphon.model.text.tokenizer import byte_bpe_format
-from antiphon.service.domain.combinations import Controls
-from antiphon.service.domain.errors import InvalidArgument
-from antiphon.service.domain.request import SamplingParams
-from antiphon.service.rpc.v1.requests.inputs import Inputs
-from antiphon.service.rpc.v1.requests.languages import NO_LANGUAGES
-from antiphon.service.rpc.v1.requests.long_texts import LongTexts
+from antiphon.architecture.config import preset
+from antiphon.domain.combinations import Controls
+from antiphon.domain.errors import InvalidArgument
+from antiphon.domain.request import SamplingParams
+from antiphon.rpc.v1.requests.inputs import Inputs
+from antiphon.rpc.v1.requests.languages import NO_LANGUAGES
+from antiphon.rpc.v1.requests.long_texts import LongTexts
+from antiphon.text.format import TextFormat
+from antiphon.text.tokenizer import byte_bpe_format
 from antiphon.v1 import inference_pb2 as pb
 from tests.serving import tiny_tokenizer
 

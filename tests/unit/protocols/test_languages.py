@@ -11,7 +11,7 @@ import pytest
 
 from antiphon.cli import main as cli
 from antiphon.client import AsyncClient
-from antiphon.model.text.format import TextFormat
+from antiphon.text.format import TextFormat
 from antiphon.v1 import inference_pb2 as pb
 from tests.fakes import BOS_ID, EOS_ID, FakeRunner
 from tests.serving import SOURCE, Serving, details_of, refusal, serving, stub_of, tiny_tokenizer

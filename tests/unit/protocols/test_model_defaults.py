@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from antiphon.model.bundle.manifest import GenerationDefaults
-from antiphon.service.domain.errors import InvalidArgument
-from antiphon.service.domain.request import EarlyStopping, SamplingParams
-from antiphon.service.rpc.v1.requests.options import default_options, read_options
+from antiphon.bundle.manifest import GenerationDefaults
+from antiphon.domain.errors import InvalidArgument
+from antiphon.domain.request import EarlyStopping, SamplingParams
+from antiphon.rpc.v1.requests.options import default_options, read_options
 from antiphon.v1 import inference_pb2 as pb
 
 VOCAB_SIZE = 100

@@ -8,9 +8,9 @@ import grpc
 import pytest
 from google.protobuf.message_factory import GetMessageClass
 
-from antiphon.service.domain.errors import LastModel, Loading, ModelExists, ModelNotFound
-from antiphon.service.rpc.v1.handlers import SERVICE
-from antiphon.service.rpc.v1.models import Models, Served
+from antiphon.domain.errors import LastModel, Loading, ModelExists, ModelNotFound
+from antiphon.rpc.v1.handlers import SERVICE
+from antiphon.rpc.v1.models import Models, Served
 from tests.serving import details_of, refusal, serving, stub_of
 
 

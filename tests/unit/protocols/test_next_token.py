@@ -11,8 +11,8 @@ from typing import Any
 import grpc
 import pytest
 
-from antiphon.model.head_config import HeadConfig
-from antiphon.service.runtime.next_token import NextScores, NextTokenScorer
+from antiphon.architecture.heads import HeadConfig
+from antiphon.runtime.next_token import NextScores, NextTokenScorer
 from antiphon.v1 import inference_pb2 as pb
 from tests.fakes import EOS_ID, FakeRunner
 from tests.serving import (

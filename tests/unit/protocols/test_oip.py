@@ -12,9 +12,9 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 
+from antiphon.domain.limits import EngineLimits
 from antiphon.oip import inference_pb2 as oip
-from antiphon.service.domain.limits import EngineLimits
-from antiphon.service.rpc.oip.inference import MAX_BATCH
+from antiphon.rpc.oip.inference import MAX_BATCH
 from antiphon.v1 import inference_pb2 as pb
 from tests.fakes import EOS_ID, FakeClock
 from tests.oip import ids_request, infer_request, num_cancelled, oip_stub, tensors, text_request

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from antiphon.domain.errors import AntiphonError, InvalidArgument
 from antiphon.oip import inference_pb2 as oip
-from antiphon.service.domain.errors import AntiphonError, InvalidArgument
-from antiphon.service.rpc.oip.parameters import read_parameters
-from antiphon.service.rpc.oip.tensors import Tensor, read_inputs, write_outputs
+from antiphon.rpc.oip.parameters import read_parameters
+from antiphon.rpc.oip.tensors import Tensor, read_inputs, write_outputs
 from antiphon.v1 import inference_pb2 as pb
 
 DATATYPES = ("BYTES", "BOOL", "INT32", "INT64", "UINT32", "UINT64", "FP32", "FP64", "FP16", "")

@@ -12,7 +12,7 @@ import pytest
 
 from antiphon.oip import inference_pb2 as oip
 from antiphon.oip.inference_pb2_grpc import GRPCInferenceServiceStub
-from antiphon.service.rpc.oip import stream as oip_stream
+from antiphon.rpc.oip import stream as oip_stream
 from antiphon.v1 import inference_pb2 as pb
 from tests.fakes import EOS_ID
 from tests.oip import ids_request, num_cancelled, oip_stub, tensors, text_request

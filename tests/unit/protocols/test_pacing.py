@@ -8,8 +8,8 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from antiphon.service.domain.errors import SlowReader
-from antiphon.service.rpc.v1.answers.pacing import Pacing
+from antiphon.domain.errors import SlowReader
+from antiphon.rpc.v1.answers.pacing import Pacing
 from tests.waits import client_waits
 
 

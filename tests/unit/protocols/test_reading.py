@@ -10,13 +10,13 @@ import grpc.aio
 import pytest
 from prometheus_client import CollectorRegistry
 
-from antiphon.service.domain.errors import DeadlineExceeded
-from antiphon.service.domain.request import Request
-from antiphon.service.engine.engine import Engine
-from antiphon.service.engine.sequences.stream import OutputStream
-from antiphon.service.observability.metrics.engine_metrics import Metrics
-from antiphon.service.observability.metrics.metric_families import MetricFamilies
-from antiphon.service.rpc.v1.answers.reading import reading
+from antiphon.domain.errors import DeadlineExceeded
+from antiphon.domain.request import Request
+from antiphon.engine.engine import Engine
+from antiphon.engine.sequences.stream import OutputStream
+from antiphon.observability.metrics.engine_metrics import Metrics
+from antiphon.observability.metrics.metric_families import MetricFamilies
+from antiphon.rpc.v1.answers.reading import reading
 from tests.fakes import FakeClock, FakeRunner, limits_for, request_of, source_of
 
 

@@ -9,7 +9,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from antiphon.service.domain.limits import EngineLimits
+from antiphon.domain.limits import EngineLimits
 from antiphon.v1 import inference_pb2 as pb
 from tests.fakes import BOS_ID, EOS_ID
 from tests.serving import (

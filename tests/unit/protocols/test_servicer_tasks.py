@@ -8,8 +8,8 @@ import grpc
 import numpy as np
 import pytest
 
-from antiphon.model.head_config import HeadConfig
-from antiphon.service.domain.request import Pooling
+from antiphon.architecture.heads import HeadConfig
+from antiphon.domain.request import Pooling
 from antiphon.v1 import inference_pb2 as pb
 from tests.explainers import NUM_HEADS, NUM_LAYERS, FakeExplainer
 from tests.fakes import BOS_ID, EOS_ID, FakeRunner

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from antiphon.service.runtime.cuda.batch_check import Bounds, check_batch
-from antiphon.service.runtime.runner import DecodeBatch
+from antiphon.runtime.cuda.batch_check import Bounds, check_batch
+from antiphon.runtime.runner import DecodeBatch
 from tests.batches import SampleSettings, batch_of, sampling_of
 
 BOUNDS = Bounds(max_rows=2, num_blocks=8, vocab_size=100, max_target_len=32, max_source_len=40, has_encoder=True)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from antiphon.model.bundle.onnx_runtime import ort
-from antiphon.model.ops.cuda.driver import CudaDevice, CudaError, describe
-from antiphon.service.runtime.cuda.open_device import DeviceError, open_device
+from antiphon.bundle.onnx_runtime import ort
+from antiphon.ops.cuda.driver import CudaDevice, CudaError, describe
+from antiphon.runtime.cuda.open_device import DeviceError, open_device
 
 HAS_DRIVER = ctypes.util.find_library("cuda") is not None
 HAS_PROVIDER = "CUDAExecutionProvider" in ort.get_available_providers()

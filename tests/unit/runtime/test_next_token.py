@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from antiphon.model.bundle.graph import GraphError
-from antiphon.service.runtime.next_token import Edits, NextTokenScorer
+from antiphon.bundle.graph import GraphError
+from antiphon.runtime.next_token import Edits, NextTokenScorer
 from tests.fakes import BOS_ID, FakeRunner, source_of
 
 SOURCE = source_of(target_len=9, length=20)

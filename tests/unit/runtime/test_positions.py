@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from antiphon.model.bundle.position_tables import Floats
-from antiphon.model.config import ModelConfig, Part, preset
-from antiphon.model.transformer.positions import AbsolutePositions, RelativeBias, rotary_tables
-from antiphon.service.domain.errors import Unsupported
-from antiphon.service.runtime.positions import (
+from antiphon.architecture.config import ModelConfig, Part, preset
+from antiphon.bundle.position_tables import Floats
+from antiphon.domain.errors import Unsupported
+from antiphon.runtime.positions import (
     PositionEncoding,
     longest_described,
     position_encodings,
 )
+from antiphon.transformer.positions import AbsolutePositions, RelativeBias, rotary_tables
 
 NUM_POSITIONS = 40
 ENCODER = dict(architecture="encoder", decoder_layers=0)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from antiphon.service.runtime.reserve import free, reserve
-from antiphon.service.server.models.machine import ResidentMemory
+from antiphon.runtime.reserve import free, reserve
+from antiphon.server.models.machine import ResidentMemory
 
 NUM_BYTES = 256 << 20
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from antiphon.model.ops.logits_warpers import Warp
+from antiphon.ops.logits_warpers import Warp
 
 Logits = NDArray[np.float32]
 

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from antiphon.model.ops.logits_warpers import Warp
-from antiphon.model.ops.sampling import (
+from antiphon.domain.request import MAX_SEED
+from antiphon.ops.logits_warpers import Warp
+from antiphon.ops.sampling import (
     NONE_ALLOWED,
     NOT_FINITE,
     Samples,
@@ -19,7 +20,6 @@ from antiphon.model.ops.sampling import (
     greedy_sampling,
     sample,
 )
-from antiphon.service.domain.request import MAX_SEED
 from tests.batches import SampleSettings, sampling_of
 from tests.unit.sampling.sampling_reference import Logits, log_softmax, logits_of, reference_probabilities
 

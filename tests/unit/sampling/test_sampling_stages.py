@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from antiphon.model.ops.logits_warpers import Warp, sample_token
-from antiphon.model.ops.sampling_stages import Stage, StageDistribution, likeliest_ids, sampling_stages
+from antiphon.ops.logits_warpers import Warp, sample_token
+from antiphon.ops.sampling_stages import Stage, StageDistribution, likeliest_ids, sampling_stages
 
 VOCAB = 40
 WARPS = st.builds(

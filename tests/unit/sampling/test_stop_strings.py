@@ -6,9 +6,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from antiphon.model.text.tokenizer import Tokenizer
-from antiphon.service.domain.errors import InvalidArgument
-from antiphon.service.engine.constraints.stop_strings import StopFilter, TokenStopMatcher, check_stop_strings
+from antiphon.domain.errors import InvalidArgument
+from antiphon.engine.constraints.stop_strings import StopFilter, TokenStopMatcher, check_stop_strings
+from antiphon.text.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer.train(["ab ba abab aab", "bbb ä ab"] * 4, vocab_size=275)
 # Few letters, so that strings overlap each other and themselves; ä has two bytes, and can be two tokens.

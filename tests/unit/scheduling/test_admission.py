@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from antiphon.service.domain.errors import InvalidArgument
-from antiphon.service.domain.limits import EncodeBudget
-from antiphon.service.domain.request import SamplingParams
-from antiphon.service.engine.scheduling.admission import admit, limits_of
-from antiphon.service.engine.sequences.stream import OutputStream
+from antiphon.domain.errors import InvalidArgument
+from antiphon.domain.limits import EncodeBudget
+from antiphon.domain.request import SamplingParams
+from antiphon.engine.scheduling.admission import admit, limits_of
+from antiphon.engine.sequences.stream import OutputStream
 from tests.fakes import FakeRunner, limits_for, request_of, source_of
 
 

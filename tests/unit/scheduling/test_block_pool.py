@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from antiphon.model.ops.cache_geometry import blocks_for
-from antiphon.service.engine.cache.block_pool import BlockPool, OutOfBlocks
+from antiphon.engine.cache.block_pool import BlockPool, OutOfBlocks
+from antiphon.ops.cache_geometry import blocks_for
 
 
 @given(num_tokens=st.integers(0, 10_000), block_size=st.integers(1, 64))

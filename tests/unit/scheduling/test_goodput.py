@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from antiphon.service.domain.errors import DeadlineExceeded, QueueFull, Unavailable
-from antiphon.service.domain.request import ANSWERED, SamplingParams
-from antiphon.service.engine.sequences.sequence import SequenceState
+from antiphon.domain.errors import DeadlineExceeded, QueueFull, Unavailable
+from antiphon.domain.request import ANSWERED, SamplingParams
+from antiphon.engine.sequences.sequence import SequenceState
 from tests.fakes import source_of
 from tests.unit.engine.step_bench import Bench
 

@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from antiphon.service.domain.errors import DeadlineExceeded, QueueFull, Unavailable
-from antiphon.service.domain.limits import EngineLimits
-from antiphon.service.domain.request import Priority
-from antiphon.service.engine.queue.bounds import MAX_RETRY_S, MIN_RETRY_S
-from antiphon.service.engine.queue.drain_rate import MIN_BUSY_S, MIN_DEPARTURES, NUM_ANSWERS, AnswerPace
-from antiphon.service.engine.queue.request_queue import RequestQueue
-from antiphon.service.engine.queue.service_order import INTERACTIVE_SHARE
-from antiphon.service.engine.sequences.sequence import SequenceGroup
-from antiphon.service.engine.sequences.stream import OutputStream
+from antiphon.domain.errors import DeadlineExceeded, QueueFull, Unavailable
+from antiphon.domain.limits import EngineLimits
+from antiphon.domain.request import Priority
+from antiphon.engine.queue.bounds import MAX_RETRY_S, MIN_RETRY_S
+from antiphon.engine.queue.drain_rate import MIN_BUSY_S, MIN_DEPARTURES, NUM_ANSWERS, AnswerPace
+from antiphon.engine.queue.request_queue import RequestQueue
+from antiphon.engine.queue.service_order import INTERACTIVE_SHARE
+from antiphon.engine.sequences.sequence import SequenceGroup
+from antiphon.engine.sequences.stream import OutputStream
 from tests.fakes import changed, request_of, source_of
 
 

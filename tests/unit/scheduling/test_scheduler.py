@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from antiphon.service.domain.limits import EncodeBudget, EngineLimits
-from antiphon.service.engine.cache.block_pool import BlockPool
-from antiphon.service.engine.scheduling.scheduler import (
+from antiphon.domain.limits import EncodeBudget, EngineLimits
+from antiphon.engine.cache.block_pool import BlockPool
+from antiphon.engine.scheduling.scheduler import (
     MAX_DEFERRED_STEPS,
     Batch,
     schedule,

@@ -16,14 +16,14 @@ from grpc_reflection.v1alpha.reflection_pb2_grpc import ServerReflectionStub
 from prometheus_client import CollectorRegistry
 
 from antiphon.client import AsyncClient, Connection, Generation, connection
-from antiphon.service.observability.metrics.metric_families import MetricFamilies
-from antiphon.service.observability.telemetry import Telemetry
-from antiphon.service.rpc.calls.probes import HealthServicer
-from antiphon.service.rpc.security.file_metrics import FileMetrics
-from antiphon.service.server import admin, listener, side_ports
-from antiphon.service.server.access import Access
-from antiphon.service.server.admin import AdminServicer
-from antiphon.service.server.settings import ServerConfig
+from antiphon.observability.metrics.metric_families import MetricFamilies
+from antiphon.observability.telemetry import Telemetry
+from antiphon.rpc.calls.probes import HealthServicer
+from antiphon.rpc.security.file_metrics import FileMetrics
+from antiphon.server import admin, listener, side_ports
+from antiphon.server.access import Access
+from antiphon.server.admin import AdminServicer
+from antiphon.server.settings import ServerConfig
 from antiphon.v1 import inference_pb2 as pb
 from antiphon.v1.inference_pb2_grpc import InferenceServiceStub
 from tests.serving import SOURCE, asking, serving

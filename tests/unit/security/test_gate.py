@@ -18,10 +18,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from antiphon.client import AsyncClient, Connection, RetryPolicy, ServerError
-from antiphon.service.rpc.security.reload import FileProblem
-from antiphon.service.rpc.security.tokens import Token, owner_of, read_tokens
-from antiphon.service.server import access
-from antiphon.service.server.settings import ServerConfig
+from antiphon.rpc.security.reload import FileProblem
+from antiphon.rpc.security.tokens import Token, owner_of, read_tokens
+from antiphon.server import access
+from antiphon.server.settings import ServerConfig
 from antiphon.v1 import inference_pb2 as pb
 from tests.serving import SOURCE, Gate, Serving, asking, details_of, refusal, serving, stub_of
 

@@ -15,14 +15,14 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from antiphon.client import AsyncClient, RetryPolicy, ServerError
-from antiphon.service.observability.metrics.metric_families import MetricFamilies
-from antiphon.service.observability.telemetry import Telemetry
-from antiphon.service.rpc.security.file_metrics import FileMetrics
-from antiphon.service.server import admin, listener
-from antiphon.service.server.access import Access
-from antiphon.service.server.admin import AdminServicer, build_admin_server
-from antiphon.service.server.listener import listening
-from antiphon.service.server.settings import ServerConfig
+from antiphon.observability.metrics.metric_families import MetricFamilies
+from antiphon.observability.telemetry import Telemetry
+from antiphon.rpc.security.file_metrics import FileMetrics
+from antiphon.server import admin, listener
+from antiphon.server.access import Access
+from antiphon.server.admin import AdminServicer, build_admin_server
+from antiphon.server.listener import listening
+from antiphon.server.settings import ServerConfig
 from tests.certificates import Authority, client_hello, trusting
 from tests.serving import SOURCE, serving
 from tests.waits import client_waits

@@ -15,11 +15,11 @@ from prometheus_client import CollectorRegistry, Gauge
 
 from antiphon.cli.main import main
 from antiphon.client import AsyncClient, Client, Connection, RetryPolicy, ServerError
-from antiphon.service.observability.metrics.metric_families import MetricFamilies
-from antiphon.service.rpc.calls.connections.ports import serve_metrics
-from antiphon.service.rpc.security.file_metrics import FileMetrics
-from antiphon.service.rpc.security.reload import FileProblem, Reloading
-from antiphon.service.rpc.security.tls import TlsFiles, read_certificates
+from antiphon.observability.metrics.metric_families import MetricFamilies
+from antiphon.rpc.calls.connections.ports import serve_metrics
+from antiphon.rpc.security.file_metrics import FileMetrics
+from antiphon.rpc.security.reload import FileProblem, Reloading
+from antiphon.rpc.security.tls import TlsFiles, read_certificates
 from tests.certificates import Authority, Pair, as_pem, encrypt, renew, replace, trusting
 from tests.serving import SOURCE, Gate, Serving, serving
 

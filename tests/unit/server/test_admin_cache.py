@@ -8,16 +8,16 @@ from typing import Any, cast
 import pytest
 from prometheus_client import CollectorRegistry
 
-from antiphon.model.head_config import HeadConfig
-from antiphon.model.ops.cache_geometry import blocks_for
-from antiphon.service.domain.errors import ModelNotFound
-from antiphon.service.observability.metrics.metric_families import MetricFamilies
-from antiphon.service.rpc.v1.answers.pacing import Pacing
-from antiphon.service.server.admin import AdminServicer
-from antiphon.service.server.models.control import Control
-from antiphon.service.server.models.loading import Shared
-from antiphon.service.server.models.memory import MemoryBudget
-from antiphon.service.server.settings import ServerConfig
+from antiphon.architecture.heads import HeadConfig
+from antiphon.domain.errors import ModelNotFound
+from antiphon.observability.metrics.metric_families import MetricFamilies
+from antiphon.ops.cache_geometry import blocks_for
+from antiphon.rpc.v1.answers.pacing import Pacing
+from antiphon.server.admin import AdminServicer
+from antiphon.server.models.control import Control
+from antiphon.server.models.loading import Shared
+from antiphon.server.models.memory import MemoryBudget
+from antiphon.server.settings import ServerConfig
 from antiphon.v1 import admin_pb2 as pb
 from tests.fakes import FakeRunner
 from tests.serving import MODEL_NAME, SOURCE, Gate, Serving, asking_whole, serving, stub_of

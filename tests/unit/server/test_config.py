@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from antiphon.service.server import settings as config
-from antiphon.service.server.settings import ConfigError, ServerConfig, add_config_arguments, load_config, to_toml
+from antiphon.server import settings as config
+from antiphon.server.settings import ConfigError, ServerConfig, add_config_arguments, load_config, to_toml
 
 
 @pytest.fixture(autouse=True)

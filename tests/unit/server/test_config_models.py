@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from antiphon.service.server import settings as config
-from antiphon.service.server.settings import ConfigError, to_toml
+from antiphon.server import settings as config
+from antiphon.server.settings import ConfigError, to_toml
 from tests.unit.server.test_config import load
 
 TOML = """

@@ -15,20 +15,20 @@ import pytest
 from grpc_health.v1.health_pb2 import HealthCheckResponse
 from prometheus_client import CollectorRegistry, generate_latest
 
-from antiphon.model.bundle.manifest import MANIFEST_NAME
-from antiphon.model.ops.cache_geometry import BLOCK_SIZE
-from antiphon.model.ops.workspace import _NativeStats
-from antiphon.service.domain.errors import BadBundle, LastModel, ModelExists, ModelNotFound, OverBudget, Unavailable
-from antiphon.service.domain.request import SamplingParams
-from antiphon.service.engine.sequences.stream import OutputStream
-from antiphon.service.observability.metrics.metric_families import MetricFamilies
-from antiphon.service.rpc.v1.answers.pacing import Pacing
-from antiphon.service.rpc.v1.models import Models, Served
-from antiphon.service.server.models.control import Control
-from antiphon.service.server.models.loading import Shared, load
-from antiphon.service.server.models.memory import MemoryBudget
-from antiphon.service.server.models.model_settings import ModelPlan, ModelSettings
-from antiphon.service.server.settings import SHIPPED_BUNDLE, ServerConfig
+from antiphon.bundle.manifest import MANIFEST_NAME
+from antiphon.domain.errors import BadBundle, LastModel, ModelExists, ModelNotFound, OverBudget, Unavailable
+from antiphon.domain.request import SamplingParams
+from antiphon.engine.sequences.stream import OutputStream
+from antiphon.observability.metrics.metric_families import MetricFamilies
+from antiphon.ops.cache_geometry import BLOCK_SIZE
+from antiphon.ops.workspace import _NativeStats
+from antiphon.rpc.v1.answers.pacing import Pacing
+from antiphon.rpc.v1.models import Models, Served
+from antiphon.server.models.control import Control
+from antiphon.server.models.loading import Shared, load
+from antiphon.server.models.memory import MemoryBudget
+from antiphon.server.models.model_settings import ModelPlan, ModelSettings
+from antiphon.server.settings import SHIPPED_BUNDLE, ServerConfig
 from tests.fakes import request_of
 from tests.waits import client_waits
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from antiphon.service.server.free_memory import FreeMemory
+from antiphon.server.free_memory import FreeMemory
 
 MB = 1 << 20
 

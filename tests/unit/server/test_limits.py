@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from antiphon.service.domain.limits import ALLOWED, DEFAULT_LIMITS, EngineLimits
-from antiphon.service.server.models.model_settings import ModelSettings
-from antiphon.service.server.settings import ServerConfig
-from antiphon.service.tools.capacity.ranges import add_limit_flag
+from antiphon.domain.limits import ALLOWED, DEFAULT_LIMITS, EngineLimits
+from antiphon.server.models.model_settings import ModelSettings
+from antiphon.server.settings import ServerConfig
+from antiphon.tools.capacity.ranges import add_limit_flag
 
 
 def limits_with(name: str, value: Any) -> EngineLimits:

@@ -12,10 +12,10 @@ from google.protobuf.duration_pb2 import Duration
 from xds.data.orca.v3.orca_load_report_pb2 import OrcaLoadReport
 from xds.service.orca.v3.orca_pb2 import OrcaLoadReportRequest
 
+from antiphon.domain.limits import EngineLimits
+from antiphon.observability.call import Call
 from antiphon.oip.inference_pb2_grpc import GRPCInferenceServiceStub
-from antiphon.service.domain.limits import EngineLimits
-from antiphon.service.observability.call import Call
-from antiphon.service.server.load_report import LoadReports
+from antiphon.server.load_report import LoadReports
 from antiphon.v1 import inference_pb2 as pb
 from antiphon.v1.inference_pb2_grpc import InferenceServiceStub
 from tests.fakes import FakeClock

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from antiphon.service.domain.errors import OverBudget
-from antiphon.service.server.connection_watch import ConnectionWatch
-from antiphon.service.server.models.machine import allow_files, check_memory, memory_bytes
-from antiphon.service.server.models.memory import ModelMemory
+from antiphon.domain.errors import OverBudget
+from antiphon.server.connection_watch import ConnectionWatch
+from antiphon.server.models.machine import allow_files, check_memory, memory_bytes
+from antiphon.server.models.memory import ModelMemory
 from tests.fakes import FakeClock
 
 MODEL = ModelMemory(weight_bytes=100, cache_bytes=1000, workspace_bytes=20)
@@ -123,7 +123,7 @@ def test_open_files_are_counted() -> None:
     """In a process of its own: other tests leave sockets whose collection closes them at any time."""
     code = """
 import tempfile
-from antiphon.service.server.connection_watch import num_open_files
+from antiphon.server.connection_watch import num_open_files
 before = num_open_files()
 with tempfile.TemporaryFile(), tempfile.TemporaryFile():
     print(num_open_files() - before)

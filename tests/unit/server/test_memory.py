@@ -13,17 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
-from antiphon.model.bundle.manifest import Bundle, MemoryFit, MemoryProfile, load_bundle
-from antiphon.model.ops.cache_geometry import blocks_for
-from antiphon.service.domain.errors import InvalidArgument, OverBudget, Unavailable
-from antiphon.service.domain.limits import EngineLimits
-from antiphon.service.engine.sequences.stream import OutputStream
-from antiphon.service.observability.metrics.metric_families import MetricFamilies
-from antiphon.service.rpc.v1.answers.pacing import Pacing
-from antiphon.service.runtime.native_encoder import RUN_TOKENS
-from antiphon.service.runtime.native_runner import NativeRunner
-from antiphon.service.server.models.loading import Shared, StartupError, load
-from antiphon.service.server.models.memory import (
+from antiphon.bundle.manifest import Bundle, MemoryFit, MemoryProfile, load_bundle
+from antiphon.domain.errors import InvalidArgument, OverBudget, Unavailable
+from antiphon.domain.limits import EngineLimits
+from antiphon.engine.sequences.stream import OutputStream
+from antiphon.observability.metrics.metric_families import MetricFamilies
+from antiphon.ops.cache_geometry import blocks_for
+from antiphon.rpc.v1.answers.pacing import Pacing
+from antiphon.runtime.native_encoder import RUN_TOKENS
+from antiphon.runtime.native_runner import NativeRunner
+from antiphon.server.models.loading import Shared, StartupError, load
+from antiphon.server.models.memory import (
     DEFAULT_WORKSPACE_BYTES,
     MemoryBudget,
     ModelMemory,
@@ -31,8 +31,8 @@ from antiphon.service.server.models.memory import (
     encode_budget,
     need_of,
 )
-from antiphon.service.server.models.model_settings import ModelPlan, ModelSettings
-from antiphon.service.server.settings import SHIPPED_BUNDLE, ServerConfig
+from antiphon.server.models.model_settings import ModelPlan, ModelSettings
+from antiphon.server.settings import SHIPPED_BUNDLE, ServerConfig
 from tests.fakes import request_of
 from tests.unit.graphs.tiny_graphs import tiny_model
 from tests.unit.graphs.tiny_native import tiny_native_config, write_native_bundle

@@ -7,14 +7,14 @@ import pytest
 from numpy.typing import NDArray
 from prometheus_client import CollectorRegistry
 
-from antiphon.model.head_config import HeadConfig
-from antiphon.model.head_config import Task as HeadTask
-from antiphon.service.observability.metrics.metric_families import MetricFamilies
-from antiphon.service.rpc.v1.answers.pacing import Pacing
-from antiphon.service.runtime.warm_up import NotFinite, warm_up
-from antiphon.service.server.models.loading import Shared, StartupError, load
-from antiphon.service.server.models.memory import MemoryBudget
-from antiphon.service.server.settings import ServerConfig
+from antiphon.architecture.heads import HeadConfig
+from antiphon.architecture.heads import Task as HeadTask
+from antiphon.observability.metrics.metric_families import MetricFamilies
+from antiphon.rpc.v1.answers.pacing import Pacing
+from antiphon.runtime.warm_up import NotFinite, warm_up
+from antiphon.server.models.loading import Shared, StartupError, load
+from antiphon.server.models.memory import MemoryBudget
+from antiphon.server.settings import ServerConfig
 from tests.fakes import EOS_ID, FakeRunner
 from tests.waits import client_waits
 
@@ -71,7 +71,7 @@ def test_load_names_the_file_of_a_graph_whose_outputs_are_not_finite(
     def fail(runner: object) -> None:
         raise NotFinite(part)
 
-    monkeypatch.setattr("antiphon.service.server.models.loading.warm_up", fail)
+    monkeypatch.setattr("antiphon.server.models.loading.warm_up", fail)
     budget = MemoryBudget(None)
     shared = Shared(families=MetricFamilies(CollectorRegistry()), pacing=Pacing(1.0, client_waits()), budget=budget)
     with pytest.raises(StartupError, match=rf"{part}[a-z0-9.]*\.onnx: the outputs of the {part} graph are not finite"):

@@ -11,15 +11,15 @@ import pytest
 from grpc_health.v1 import health
 from prometheus_client import CollectorRegistry
 
-from antiphon.service.engine.engine import Engine
-from antiphon.service.engine.heartbeat import Heartbeat
-from antiphon.service.engine.sequences.stream import OutputStream
-from antiphon.service.observability.metrics.engine_metrics import Metrics
-from antiphon.service.observability.metrics.metric_families import MetricFamilies
-from antiphon.service.rpc.calls.background import running_in_background
-from antiphon.service.rpc.calls.probes import LIVENESS, Probes
-from antiphon.service.rpc.v1.models import Served
-from antiphon.service.server.watchdog import LoopLag, Watchdog
+from antiphon.engine.engine import Engine
+from antiphon.engine.heartbeat import Heartbeat
+from antiphon.engine.sequences.stream import OutputStream
+from antiphon.observability.metrics.engine_metrics import Metrics
+from antiphon.observability.metrics.metric_families import MetricFamilies
+from antiphon.rpc.calls.background import running_in_background
+from antiphon.rpc.calls.probes import LIVENESS, Probes
+from antiphon.rpc.v1.models import Served
+from antiphon.server.watchdog import LoopLag, Watchdog
 from antiphon.v1 import inference_pb2 as pb
 from tests.fakes import FakeClock, FakeRunner, limits_for, request_of, source_of
 from tests.serving import Gate

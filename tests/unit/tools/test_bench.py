@@ -13,27 +13,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from antiphon.architecture.config import LinearScaling, preset
+from antiphon.bundle.manifest import load_bundle, write_manifest
 from antiphon.load.workload.texts import EVERYDAY
-from antiphon.model.bundle.manifest import load_bundle, write_manifest
-from antiphon.model.config import LinearScaling, preset
-from antiphon.model.text.tokenizer import byte_bpe_format
-from antiphon.service.server.settings import SHIPPED_BUNDLE
-from antiphon.service.tools.bench import command
-from antiphon.service.tools.bench.ctranslate2.convertible import obstacle
-from antiphon.service.tools.bench.ctranslate2.reference import (
+from antiphon.server.settings import SHIPPED_BUNDLE
+from antiphon.text.tokenizer import byte_bpe_format
+from antiphon.tools.bench import command
+from antiphon.tools.bench.ctranslate2.convertible import obstacle
+from antiphon.tools.bench.ctranslate2.reference import (
     CTranslate2Settings,
     decode_candidates,
     encode_candidates,
     layouts,
 )
-from antiphon.service.tools.bench.drivers.arrivals import offer
-from antiphon.service.tools.bench.drivers.batcher import Batcher, BatcherConfig
-from antiphon.service.tools.bench.drivers.null_runner import NullRunner
-from antiphon.service.tools.bench.drivers.offline import Offline
-from antiphon.service.tools.bench.drivers.static import translate_static
-from antiphon.service.tools.bench.node_profile import summary
-from antiphon.service.tools.bench.plot import plot_growth
-from antiphon.service.tools.bench.report import (
+from antiphon.tools.bench.drivers.arrivals import offer
+from antiphon.tools.bench.drivers.batcher import Batcher, BatcherConfig
+from antiphon.tools.bench.drivers.null_runner import NullRunner
+from antiphon.tools.bench.drivers.offline import Offline
+from antiphon.tools.bench.drivers.static import translate_static
+from antiphon.tools.bench.node_profile import summary
+from antiphon.tools.bench.plot import plot_growth
+from antiphon.tools.bench.report import (
     BenchError,
     BenchFailure,
     Case,
@@ -44,10 +44,10 @@ from antiphon.service.tools.bench.report import (
     table,
     to_json,
 )
-from antiphon.service.tools.bench.sections.growth import divisions
-from antiphon.service.tools.bench.sections.host import HostTime, measure, split
-from antiphon.service.tools.bench.sources import everyday, held_out, read_corpus, repeat, tokenize
-from antiphon.service.tools.bench.timing import alternate
+from antiphon.tools.bench.sections.growth import divisions
+from antiphon.tools.bench.sections.host import HostTime, measure, split
+from antiphon.tools.bench.sources import everyday, held_out, read_corpus, repeat, tokenize
+from antiphon.tools.bench.timing import alternate
 from tests.fakes import EOS_ID, FakeRunner, source_of
 from tests.serving import tiny_tokenizer
 
@@ -168,7 +168,7 @@ def test_tokenize_names_the_text_that_is_too_long() -> None:
 
 
 def test_alternate_changes_which_side_runs_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("antiphon.service.tools.bench.timing.SETTLE_S", 0.0)
+    monkeypatch.setattr("antiphon.tools.bench.timing.SETTLE_S", 0.0)
     order: list[str] = []
 
     def run(side: str) -> str:

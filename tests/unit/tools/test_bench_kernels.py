@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from antiphon.model.bundle.manifest import load_bundle
-from antiphon.model.ops.kernel_runs import KERNELS, PORTABLE, active_kernels
-from antiphon.service.server.settings import SHIPPED_BUNDLE
-from antiphon.service.tools.bench.sections import kernels as section
-from antiphon.service.tools.bench.sections.registry import SECTIONS
-from antiphon.service.tools.bench.setup import Setup
-from antiphon.service.tools.bench.sources import everyday
+from antiphon.bundle.manifest import load_bundle
+from antiphon.ops.kernel_runs import KERNELS, PORTABLE, active_kernels
+from antiphon.server.settings import SHIPPED_BUNDLE
+from antiphon.tools.bench.sections import kernels as section
+from antiphon.tools.bench.sections.registry import SECTIONS
+from antiphon.tools.bench.setup import Setup
+from antiphon.tools.bench.sources import everyday
 
 
 @pytest.fixture

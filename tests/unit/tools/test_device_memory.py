@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from antiphon.bundle.manifest import Bundle
 from antiphon.cli import main as cli
-from antiphon.model.bundle.manifest import Bundle
-from antiphon.model.export.export import export_bundle
-from antiphon.model.ops.cache_geometry import cuda_pool_axes
-from antiphon.service.server.settings import SHIPPED_BUNDLE
+from antiphon.export.export import export_bundle
+from antiphon.ops.cache_geometry import cuda_pool_axes
+from antiphon.server.settings import SHIPPED_BUNDLE
 from tests.parity.exports import small_config, write_checkpoint
 
 

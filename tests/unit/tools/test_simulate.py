@@ -11,13 +11,13 @@ import pytest
 import yaml
 
 from antiphon.cli.main import main
-from antiphon.service.domain.limits import EngineLimits
-from antiphon.service.tools.capacity.replicas import CapacityError
-from antiphon.service.tools.capacity.simulation.autoscaler import SYNC_PERIOD_S, Policy, Scaling
-from antiphon.service.tools.capacity.simulation.fleet import Environment, Fleet, Outcome
-from antiphon.service.tools.capacity.simulation.scaled_object import ScaledObject, Trigger, read_scaled_object
-from antiphon.service.tools.capacity.simulation.service_curve import ServiceCurve, read_curve
-from antiphon.service.tools.capacity.simulation.traffic import Burst, Traffic, day, read_traffic
+from antiphon.domain.limits import EngineLimits
+from antiphon.tools.capacity.replicas import CapacityError
+from antiphon.tools.capacity.simulation.autoscaler import SYNC_PERIOD_S, Policy, Scaling
+from antiphon.tools.capacity.simulation.fleet import Environment, Fleet, Outcome
+from antiphon.tools.capacity.simulation.scaled_object import ScaledObject, Trigger, read_scaled_object
+from antiphon.tools.capacity.simulation.service_curve import ServiceCurve, read_curve
+from antiphon.tools.capacity.simulation.traffic import Burst, Traffic, day, read_traffic
 
 SHIPPED = Path(__file__).parents[3] / "deploy" / "components" / "autoscaling" / "scaledobject.yaml"
 CURVE = ServiceCurve(rows=(1, 4, 16), answers_per_s=(4.0, 10.0, 16.0), work=(0.5, 1.0, 1.5), origin="test")

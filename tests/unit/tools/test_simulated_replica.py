@@ -7,9 +7,9 @@ import math
 import numpy as np
 import pytest
 
-from antiphon.service.domain.limits import EngineLimits
-from antiphon.service.tools.capacity.simulation.service_curve import ServiceCurve
-from antiphon.service.tools.capacity.simulation.simulated_replica import Answers, SimulatedReplica
+from antiphon.domain.limits import EngineLimits
+from antiphon.tools.capacity.simulation.service_curve import ServiceCurve
+from antiphon.tools.capacity.simulation.simulated_replica import Answers, SimulatedReplica
 
 NUM_REQUESTS = 200_000
 # Means over this number of dependent waits vary by about a hundredth at the loads below.

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from antiphon.model.training.batches_ahead import Place, batches_beside, batches_from
-from antiphon.model.training.group import Group
-from antiphon.model.training.recipe import Augmentation, Recipe
-from antiphon.model.training.tasks.training_task import RunFolders
-from antiphon.model.training.trainer import open_task
+from antiphon.training.batches_ahead import Place, batches_beside, batches_from
+from antiphon.training.group import Group
+from antiphon.training.recipe import Augmentation, Recipe
+from antiphon.training.tasks.training_task import RunFolders
+from antiphon.training.trainer import open_task
 from tests.unit.training.test_train import make_recipe
 
 

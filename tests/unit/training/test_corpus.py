@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from antiphon.model.training.data.corpus import HELD_OUT_MAX_GROUP, Pair, held_out_rule, load_corpus
-from antiphon.model.training.recipe import RecipeError, load_recipe
-from antiphon.model.training.recipe_data import DataConfig, DataFile
+from antiphon.training.data.corpus import HELD_OUT_MAX_GROUP, Pair, held_out_rule, load_corpus
+from antiphon.training.recipe import RecipeError, load_recipe
+from antiphon.training.recipe_data import DataConfig, DataFile
 
 DATA = os.environ.get("ANTIPHON_DATA")
 
@@ -95,7 +95,7 @@ def test_unknown_recipe_is_refused_with_the_names_of_existing_ones() -> None:
 
 
 def test_recipe_with_a_wrong_field_names_it(tmp_path: Path) -> None:
-    text = (Path(__file__).parents[3] / "model/training/recipes/tatoeba-en-de.toml").read_text()
+    text = (Path(__file__).parents[3] / "model/antiphon/training/recipes/tatoeba-en-de.toml").read_text()
     wrong = tmp_path / "wrong.toml"
     wrong.write_text(text.replace("label_smoothing = 0.1", "label_smoothing = 2"))
     with pytest.raises(RecipeError, match=r"train\.label_smoothing"):
@@ -103,7 +103,7 @@ def test_recipe_with_a_wrong_field_names_it(tmp_path: Path) -> None:
 
 
 def test_recipe_for_half_a_transformer_is_refused(tmp_path: Path) -> None:
-    text = (Path(__file__).parents[3] / "model/training/recipes/tatoeba-en-de.toml").read_text()
+    text = (Path(__file__).parents[3] / "model/antiphon/training/recipes/tatoeba-en-de.toml").read_text()
     half = tmp_path / "half.toml"
     half.write_text(text.replace('"encoder-decoder"', '"decoder"').replace("encoder_layers = 6", "encoder_layers = 0"))
     with pytest.raises(RecipeError, match=r"model\.architecture is 'decoder'"):

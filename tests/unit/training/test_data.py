@@ -3,8 +3,8 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from antiphon.model.text.tokenizer import Tokenizer
-from antiphon.model.training.data.translation_data import (
+from antiphon.text.tokenizer import Tokenizer
+from antiphon.training.data.translation_data import (
     IGNORED_LABEL,
     LENGTH_STEP,
     Example,

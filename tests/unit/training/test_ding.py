@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from antiphon.model.training.corpora.ding import PACKAGE, ding_pairs, is_sentence, write_pairs
-from antiphon.model.training.corpora.package_list import DebianPackage
+from antiphon.training.corpora.ding import PACKAGE, ding_pairs, is_sentence, write_pairs
+from antiphon.training.corpora.package_list import DebianPackage
 from tests.debian_packages import build_package, needs_dpkg
 
 

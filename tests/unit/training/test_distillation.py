@@ -6,15 +6,15 @@ import pytest
 import torch
 from torch.nn import functional
 
+from antiphon.checkpoints.checkpoint import CheckpointError, load_checkpoint
 from antiphon.cli.main import main
-from antiphon.model.checkpoints.checkpoint import CheckpointError, load_checkpoint
-from antiphon.model.training.data.encoder_data import EncoderBatch
-from antiphon.model.training.data.translation_data import IGNORED_LABEL
-from antiphon.model.training.recipe import Distillation, PretrainRecipe, RecipeError
-from antiphon.model.training.tasks.distill_task import DistillTask, taught_layers
-from antiphon.model.training.tasks.distillation_loss import DistillationLoss
-from antiphon.model.training.trainer import Trainer
-from antiphon.model.transformer.transformer import Transformer
+from antiphon.training.data.encoder_data import EncoderBatch
+from antiphon.training.data.translation_data import IGNORED_LABEL
+from antiphon.training.recipe import Distillation, PretrainRecipe, RecipeError
+from antiphon.training.tasks.distill_task import DistillTask, taught_layers
+from antiphon.training.tasks.distillation_loss import DistillationLoss
+from antiphon.training.trainer import Trainer
+from antiphon.transformer.transformer import Transformer
 from tests.encoder_recipes import GROUP, pretrain_recipe, pretrained
 
 torch.set_num_threads(1)  # arrays this small are slower with several threads

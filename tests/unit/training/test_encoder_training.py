@@ -10,24 +10,24 @@ import pytest
 import torch
 from torch.nn import functional
 
+from antiphon.architecture.config import preset
+from antiphon.architecture.heads import FIRST_TOKEN_TASKS
+from antiphon.checkpoints.checkpoint import load_checkpoint, read_tensors
 from antiphon.cli.main import main
-from antiphon.model.checkpoints.checkpoint import load_checkpoint, read_tensors
-from antiphon.model.config import preset
-from antiphon.model.head_config import FIRST_TOKEN_TASKS
-from antiphon.model.text.template import fill
-from antiphon.model.training.command import frozen
-from antiphon.model.training.data.text_files import Part, Tagged
-from antiphon.model.training.data.translation_data import IGNORED_LABEL
-from antiphon.model.training.data.word_tags import first_tags, token_tags, words_of_tokens
-from antiphon.model.training.recipe import PretrainRecipe, RecipeError, load_any_recipe
-from antiphon.model.training.tasks.encoder_loss import EncoderLoss, label_accuracy
-from antiphon.model.training.tasks.pretrain_task import PretrainTask
-from antiphon.model.training.tasks.span_f1 import span_score
-from antiphon.model.training.tasks.training_task import Batches, RunFolders
-from antiphon.model.training.trainer import Trainer
-from antiphon.model.transformer.dropout import Dropout
-from antiphon.model.transformer.layers import EncoderLayer
-from antiphon.model.transformer.neighbour_start import OFFSETS, POSITION_SIZE
+from antiphon.text.template import fill
+from antiphon.training.command import frozen
+from antiphon.training.data.text_files import Part, Tagged
+from antiphon.training.data.translation_data import IGNORED_LABEL
+from antiphon.training.data.word_tags import first_tags, token_tags, words_of_tokens
+from antiphon.training.recipe import PretrainRecipe, RecipeError, load_any_recipe
+from antiphon.training.tasks.encoder_loss import EncoderLoss, label_accuracy
+from antiphon.training.tasks.pretrain_task import PretrainTask
+from antiphon.training.tasks.span_f1 import span_score
+from antiphon.training.tasks.training_task import Batches, RunFolders
+from antiphon.training.trainer import Trainer
+from antiphon.transformer.dropout import Dropout
+from antiphon.transformer.layers import EncoderLayer
+from antiphon.transformer.neighbour_start import OFFSETS, POSITION_SIZE
 from tests.encoder_recipes import GROUP, commands, fine_tune_recipe, pretrain_recipe, pretrained
 
 torch.set_num_threads(1)  # arrays this small are slower with several threads
@@ -334,7 +334,7 @@ def write_toml(folder: Path, text: str) -> str:
     ],
 )
 def test_recipe_with_a_wrong_field_names_it(tmp_path: Path, name: str, old: str, new: str, message: str) -> None:
-    text = (Path(__file__).parents[3] / f"model/training/recipes/{name}.toml").read_text()
+    text = (Path(__file__).parents[3] / f"model/antiphon/training/recipes/{name}.toml").read_text()
     assert old in text
     with pytest.raises(RecipeError, match=message):
         load_any_recipe(write_toml(tmp_path, text.replace(old, new, 1)))

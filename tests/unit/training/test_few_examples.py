@@ -9,15 +9,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from antiphon.checkpoints.checkpoint import load_checkpoint
 from antiphon.cli.main import main
-from antiphon.model.checkpoints.checkpoint import load_checkpoint
-from antiphon.model.training.command import with_few_examples
-from antiphon.model.training.data.few_examples import few_examples
-from antiphon.model.training.data.text_files import Labelled, Tagged, read_labelled, read_parts
-from antiphon.model.training.recipe import FineTuneRecipe, load_any_recipe
-from antiphon.model.training.tasks.fine_tune_task import FineTuneTask
-from antiphon.model.training.tasks.training_task import RunFolders
-from antiphon.model.training.trainer import Trainer
+from antiphon.training.command import with_few_examples
+from antiphon.training.data.few_examples import few_examples
+from antiphon.training.data.text_files import Labelled, Tagged, read_labelled, read_parts
+from antiphon.training.recipe import FineTuneRecipe, load_any_recipe
+from antiphon.training.tasks.fine_tune_task import FineTuneTask
+from antiphon.training.tasks.training_task import RunFolders
+from antiphon.training.trainer import Trainer
 from tests.encoder_recipes import GROUP, fine_tune_recipe, pretrained
 
 torch.set_num_threads(1)  # arrays this small are slower with several threads

@@ -5,9 +5,9 @@ import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from antiphon.model.training.corpora import jane_austen
-from antiphon.model.training.corpora.package_list import DebianPackage
-from antiphon.model.training.recipe import LanguageModelRecipe, load_any_recipe
+from antiphon.training.corpora import jane_austen
+from antiphon.training.corpora.package_list import DebianPackage
+from antiphon.training.recipe import LanguageModelRecipe, load_any_recipe
 from tests.debian_packages import build_package, needs_dpkg
 
 NOVELS = {

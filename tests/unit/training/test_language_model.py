@@ -12,21 +12,21 @@ import torch
 from pydantic import ValidationError
 from torch.nn import functional
 
+from antiphon.architecture.config import preset
+from antiphon.checkpoints.checkpoint import CheckpointError, load_checkpoint, read_tensors
 from antiphon.cli.main import main
-from antiphon.model.checkpoints.checkpoint import CheckpointError, load_checkpoint, read_tensors
-from antiphon.model.config import preset
-from antiphon.model.text.exact_bpe import END_ID, exact_bpe_format, train_exact_bpe
-from antiphon.model.text.tokenizer import Tokenizer, open_tokenizer
-from antiphon.model.training.data.running_text import read_running_text
-from antiphon.model.training.data.text_windows import Windows, adjacent_starts, shuffled_starts
-from antiphon.model.training.data.translation_data import IGNORED_LABEL
-from antiphon.model.training.recipe import LanguageModelRecipe, RecipeError, load_any_recipe
-from antiphon.model.training.tasks.language_loss import language_loss
-from antiphon.model.training.tasks.language_model_task import LanguageModelTask
-from antiphon.model.training.tasks.text_loss import text_loss
-from antiphon.model.training.tasks.training_task import RunFolders
-from antiphon.model.training.trainer import Trainer
-from antiphon.model.transformer.random_model import random_transformer
+from antiphon.text.exact_bpe import END_ID, exact_bpe_format, train_exact_bpe
+from antiphon.text.tokenizer import Tokenizer, open_tokenizer
+from antiphon.training.data.running_text import read_running_text
+from antiphon.training.data.text_windows import Windows, adjacent_starts, shuffled_starts
+from antiphon.training.data.translation_data import IGNORED_LABEL
+from antiphon.training.recipe import LanguageModelRecipe, RecipeError, load_any_recipe
+from antiphon.training.tasks.language_loss import language_loss
+from antiphon.training.tasks.language_model_task import LanguageModelTask
+from antiphon.training.tasks.text_loss import text_loss
+from antiphon.training.tasks.training_task import RunFolders
+from antiphon.training.trainer import Trainer
+from antiphon.transformer.random_model import random_transformer
 from tests.language_recipes import GROUP, MODEL, language_recipe, running_text, trained_language_model
 
 torch.set_num_threads(1)  # arrays this small are slower with several threads
@@ -120,7 +120,7 @@ def test_loss_is_the_cross_entropy_of_every_window(
 
     num_together: tokens that are scored together, of a part of a window, of three windows, and of all windows.
     """
-    monkeypatch.setattr("antiphon.model.training.tasks.language_loss.SCORED_TOKENS", num_together)
+    monkeypatch.setattr("antiphon.training.tasks.language_loss.SCORED_TOKENS", num_together)
     tokenizer = exact_tokenizer(tmp_path, 257)
     model = random_transformer(
         preset("tiny", vocab_size=257, max_target_len=9, architecture="decoder", encoder_layers=0)
@@ -233,7 +233,7 @@ def test_wrong_field_of_a_recipe_is_named(tmp_path: Path, field: str, value: obj
 
 
 def test_command_names_the_field_of_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = (Path(__file__).parents[3] / "model/training/recipes/shakespeare-gpt.toml").read_text()
+    text = (Path(__file__).parents[3] / "model/antiphon/training/recipes/shakespeare-gpt.toml").read_text()
     path = tmp_path / "wrong.toml"
     path.write_text(text.replace("split = [0.9, 0.1]", "split = [0.9, 0.3]"))
     assert main(["train", str(path), "--data", str(tmp_path)]) == 2

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from antiphon.model.training.data.masking import Masking
-from antiphon.model.training.data.translation_data import IGNORED_LABEL
-from antiphon.model.training.recipe import MaskingConfig
+from antiphon.training.data.masking import Masking
+from antiphon.training.data.translation_data import IGNORED_LABEL
+from antiphon.training.recipe import MaskingConfig
 
 VOCAB = 60
 SPECIAL = (0, 1, 2, 3, 4, 17)

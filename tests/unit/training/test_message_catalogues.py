@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from antiphon.model.training.corpora.debian_games import write_games
-from antiphon.model.training.corpora.message_catalogues import catalogue_pairs, text_pairs
-from antiphon.model.training.corpora.package_list import CorpusError, Program, load_programs
+from antiphon.training.corpora.debian_games import write_games
+from antiphon.training.corpora.message_catalogues import catalogue_pairs, text_pairs
+from antiphon.training.corpora.package_list import CorpusError, Program, load_programs
 from tests.debian_packages import build_package, needs_dpkg
 
 MESSAGES = {

@@ -2,10 +2,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from antiphon.model.config import ModelConfig
-from antiphon.model.training.optimizer import Optimizer
-from antiphon.model.training.recipe import TrainConfig
-from antiphon.model.transformer.transformer import Transformer
+from antiphon.architecture.config import ModelConfig
+from antiphon.training.optimizer import Optimizer
+from antiphon.training.recipe import TrainConfig
+from antiphon.transformer.transformer import Transformer
 
 CONFIG = ModelConfig(vocab_size=40, d_model=32, encoder_layers=2, decoder_layers=1, num_heads=4, d_ff=64)
 

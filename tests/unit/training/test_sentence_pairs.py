@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from antiphon.model.training.data.sentence_pairs import SentencePair, sentence_pairs
-from antiphon.model.training.data.token_documents import TokenDocuments
+from antiphon.training.data.sentence_pairs import SentencePair, sentence_pairs
+from antiphon.training.data.token_documents import TokenDocuments
 
 
 def documents(count: int, seed: int, max_sentences: int = 8) -> TokenDocuments:

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from antiphon.model.training.data.sentence_runs import sentence_runs
-from antiphon.model.training.data.token_documents import TokenDocuments
+from antiphon.training.data.sentence_runs import sentence_runs
+from antiphon.training.data.token_documents import TokenDocuments
 
 
 def documents(count: int, seed: int) -> list[list[list[int]]]:

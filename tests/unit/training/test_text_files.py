@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from antiphon.model.training.data.text_files import (
+from antiphon.training.data.text_files import (
     Labelled,
     Tagged,
     is_held_out,
@@ -16,8 +16,8 @@ from antiphon.model.training.data.text_files import (
     read_tagged,
     read_texts,
 )
-from antiphon.model.training.recipe import RecipeError
-from antiphon.model.training.recipe_data import LabelledData, TextFile
+from antiphon.training.recipe import RecipeError
+from antiphon.training.recipe_data import LabelledData, TextFile
 
 
 def written(folder: Path, name: str, content: bytes, **settings: str) -> TextFile:

@@ -14,17 +14,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from antiphon.bundle.manifest import Precision
+from antiphon.checkpoints.checkpoint import CheckpointError, average_weights, load_checkpoint, read_tensors
 from antiphon.cli.main import main
-from antiphon.model.bundle.manifest import Precision
-from antiphon.model.checkpoints.checkpoint import CheckpointError, average_weights, load_checkpoint, read_tensors
-from antiphon.model.export.export import export_bundle
-from antiphon.model.training.group import Group
-from antiphon.model.training.pruning.head_choice import Choice, Each, Share
-from antiphon.model.training.pruning.prune import prune
-from antiphon.model.training.recipe import Recipe, RecipeError, TrainConfig
-from antiphon.model.training.tasks.translation_task import TranslationTask
-from antiphon.model.training.trainer import Trainer, learning_rate
-from antiphon.model.transformer.greedy import greedy
+from antiphon.export.export import export_bundle
+from antiphon.training.group import Group
+from antiphon.training.pruning.head_choice import Choice, Each, Share
+from antiphon.training.pruning.prune import prune
+from antiphon.training.recipe import Recipe, RecipeError, TrainConfig
+from antiphon.training.tasks.translation_task import TranslationTask
+from antiphon.training.trainer import Trainer, learning_rate
+from antiphon.transformer.greedy import greedy
 from tests.recipe_files import write_recipe
 
 torch.set_num_threads(1)  # arrays this small are slower with several threads
@@ -37,10 +37,10 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from safetensors.torch import save_file
-from antiphon.model.checkpoints.checkpoint import weights_of
-from antiphon.model.training.recipe import Recipe
-from antiphon.model.training.group import Group
-from antiphon.model.training.trainer import Trainer
+from antiphon.checkpoints.checkpoint import weights_of
+from antiphon.training.recipe import Recipe
+from antiphon.training.group import Group
+from antiphon.training.trainer import Trainer
 
 folder = Path(sys.argv[1])
 recipe = Recipe.model_validate_json((folder / "recipe.json").read_text())

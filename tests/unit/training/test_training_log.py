@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from antiphon.model.config import preset
-from antiphon.model.ops.attention import attention_weights
-from antiphon.model.training.attention_entropy import recorded_entropies
-from antiphon.model.training.trainer import TrainingDiverged
-from antiphon.model.transformer.layers import SelfAttention
-from antiphon.model.transformer.random_model import random_transformer
-from antiphon.model.transformer.transformer import Transformer
+from antiphon.architecture.config import preset
+from antiphon.ops.attention import attention_weights
+from antiphon.training.attention_entropy import recorded_entropies
+from antiphon.training.trainer import TrainingDiverged
+from antiphon.transformer.layers import SelfAttention
+from antiphon.transformer.random_model import random_transformer
+from antiphon.transformer.transformer import Transformer
 from tests.unit.training.test_train import make_trainer
 
 torch.set_num_threads(1)

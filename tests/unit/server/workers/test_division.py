@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from antiphon.service.server.settings import ConfigError, ServerConfig, usable_cores
-from antiphon.service.server.workers import division
-from antiphon.service.server.workers.division import BYTES_PER_CORE, divide, neighbours_first, suggested_workers
+from antiphon.server.settings import ConfigError, ServerConfig, usable_cores
+from antiphon.server.workers import division
+from antiphon.server.workers.division import BYTES_PER_CORE, divide, neighbours_first, suggested_workers
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from antiphon.service.domain.errors import InvalidArgument, LastModel, Status
-from antiphon.service.server.workers.link import Answer, Link, LinkLost, Refused
+from antiphon.domain.errors import InvalidArgument, LastModel, Status
+from antiphon.server.workers.link import Answer, Link, LinkLost, Refused
 
 
 @contextlib.asynccontextmanager

@@ -8,7 +8,7 @@ import random
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 
-from antiphon.service.server.workers.merged_metrics import MergedCollector, Totals, exposition_of
+from antiphon.server.workers.merged_metrics import MergedCollector, Totals, exposition_of
 
 
 class Process:

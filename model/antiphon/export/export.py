@@ -1,0 +1,407 @@
+"""`antiphon export`: write the bundle of a checkpoint and verify it against the model before it is moved to its path.
+
+Owns the order of the steps and the directory. Other modules trace, quantise, store and verify.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Literal
+
+import onnx_ir as ir
+from tqdm import tqdm
+
+from antiphon.architecture.config import ModelConfig, Part
+from antiphon.architecture.heads import Task
+from antiphon.bundle.manifest import (
+    MANIFEST_NAME,
+    NAME_PATTERN,
+    Bundle,
+    BundleError,
+    CacheType,
+    GraphSet,
+    Lowering,
+    Manifest,
+    Precision,
+    Provenance,
+    file_entry,
+    load_bundle,
+    write_manifest,
+)
+from antiphon.checkpoints.checkpoint import Checkpoint, CheckpointError, load_checkpoint
+from antiphon.checkpoints.lengths import with_lengths
+from antiphon.export.explain.explain_graph import trace_explain, verify_explain
+from antiphon.export.explain.explain_weights import Layout, store_as
+from antiphon.export.graphs.contrib_lowering import LoweringError
+from antiphon.export.graphs.cuda_lowering import check_config, lower_for_cuda
+from antiphon.export.graphs.position_graph import position_graph, verify_positions
+from antiphon.export.graphs.trace import trace_decoder, trace_encoder, trace_head
+from antiphon.export.verification.verify import VerificationError, verify
+from antiphon.export.verification.verify_encoder import verify_encoder
+from antiphon.export.weights.packing import pack_weights
+from antiphon.export.weights.quantize import quantize
+from antiphon.export.weights.weights_file import WeightsFile
+from antiphon.text.tokenizer import TokenizerError
+from antiphon.transformer.transformer import Transformer
+
+PRECISIONS: tuple[Precision, ...] = ("float32", "int8")  # default of a bundle
+CUDA_PRECISIONS: tuple[Precision, ...] = ("bfloat16", "float16", "float32")
+ALL_PRECISIONS: tuple[Precision, ...] = (*PRECISIONS, "int4", "bfloat16", "float16")
+CPU_LOWERINGS: tuple[Lowering, ...] = ("native", "contrib", "eager")
+LOWERINGS: tuple[Lowering, ...] = (*CPU_LOWERINGS, "cuda")
+POSITIONS_NAME = "positions.onnx"
+CACHE_TYPES: tuple[CacheType, ...] = ("float32", "float16")
+
+
+class ExportError(Exception):
+    """A checkpoint cannot be exported; the message names the reason."""
+
+
+def export_bundle(
+    checkpoint: Checkpoint,
+    target: Path,
+    *,
+    precisions: Sequence[Precision] = PRECISIONS,
+    lowerings: Sequence[Lowering] = ("native",),
+    cache: CacheType | None = None,
+    explain: bool = True,
+    name: str | None = None,
+    overwrite: bool = False,
+    check: Callable[[Path], None] | None = None,
+) -> Bundle:
+    """Write the bundle of a checkpoint at `target`; it is written completely and verified, or not at all.
+
+    cache: element type of the keys and values of native graphs; None: float16 with integer weights, else float32
+    explain: add a graph of attention weights for each precision except int4; never for a model with module_heads
+    name: name of the bundle; None: the directory's name
+    overwrite: replace a bundle at `target`; any other target that is not empty is always refused
+    check: further check of the complete bundle, called with its directory before it is moved to `target`
+    Raises ExportError, BundleError, or VerificationError when a graph disagrees with the model.
+    """
+    target = target.resolve()
+    name = target.name if name is None else name
+    _check_lowerings(checkpoint.config, lowerings, precisions)
+    check_target(target, name, overwrite=overwrite)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        work.chmod(0o755)
+        graphs = write_graphs(checkpoint.model, work, precisions, lowerings, cache, explain=explain)
+        _verify(checkpoint.model, work, graphs)
+        add_metadata(checkpoint, work, graphs, name)
+        manifest = load_bundle(work).manifest
+        if check is not None:
+            check(work)
+        if target.exists():
+            shutil.rmtree(target)
+        work.rename(target)
+    except BaseException:
+        shutil.rmtree(work, ignore_errors=True)
+        raise
+    return Bundle(path=target, manifest=manifest)
+
+
+def _verify(model: Transformer, directory: Path, graphs: Sequence[GraphSet]) -> None:
+    """Compare every graph with the model, and shared graphs only once. Raises VerificationError."""
+    check = verify_encoder if model.config.architecture == "encoder" else verify
+    for graph_set in tqdm(graphs, desc="verify", unit="graph set", disable=None):
+        check(directory, graph_set, model)
+    if (directory / POSITIONS_NAME).exists():
+        verify_positions(directory / POSITIONS_NAME, model)
+    for name, precision in {graph_set.explain: graph_set.precision for graph_set in graphs}.items():
+        if name is not None:
+            verify_explain(directory / name, model, precision)
+
+
+def check_target(target: Path, name: str, *, overwrite: bool) -> None:
+    """Raise ExportError unless a bundle of this name can be written at `target`."""
+    if not re.match(NAME_PATTERN, name):
+        raise ExportError(f"name={name!r} must match {NAME_PATTERN}; --name gives another name than the directory's")
+    if target.exists() and not target.is_dir():
+        raise ExportError(f"{target} exists and is not a directory")
+    if target.exists() and any(target.iterdir()):
+        if not overwrite:
+            raise ExportError(f"{target} exists and is not empty; --overwrite replaces a bundle")
+        if not (target / MANIFEST_NAME).is_file():
+            raise ExportError(f"{target} is not a bundle ({MANIFEST_NAME} is missing) and will not be replaced")
+
+
+def _check_sublayers(config: ModelConfig, lowerings: Sequence[Lowering]) -> None:
+    """Raise ExportError if a fused operator would have to leave out norms or residual connections."""
+    fused = [name for name in lowerings if name in ("native", "cuda")]
+    if fused and (config.norm == "none" or not config.residual):
+        raise ExportError(
+            f"norm={config.norm!r}, residual={config.residual} does not fit lowering={fused[0]!r}: its operators add "
+            "the residual and normalise; use lowering 'eager' or 'contrib'"
+        )
+
+
+def _check_lowerings(config: ModelConfig, lowerings: Sequence[Lowering], precisions: Sequence[Precision]) -> None:
+    """Raise ExportError for a lowering that cannot run the architecture or a precision, LoweringError for a model.
+
+    Only native and cuda graphs support encoder-only and decoder-only models, only native ones 4-bit weights, and only
+    cuda ones bfloat16 and float16. Of other precisions a lowering gets those that it has.
+    """
+    _check_sublayers(config, lowerings)
+    baselines = [name for name in lowerings if name not in ("native", "cuda")]
+    if "int4" in precisions and baselines:
+        raise ExportError(f"precision='int4' does not fit lowering={baselines[0]!r}: it has native graphs only")
+    if config.architecture != "encoder-decoder" and baselines:
+        raise ExportError(
+            f"lowering={baselines[0]!r} does not fit architecture={config.architecture!r}: such models have native "
+            "and cuda graphs only"
+        )
+    for precision in precisions:
+        if not any(_has_graphs(lowering, precision) for lowering in lowerings):
+            raise ExportError(
+                f"precision={precision!r} does not fit lowering={lowerings[0]!r}: bfloat16 and float16 are for cuda "
+                "graphs, int8 and int4 for the others"
+            )
+    for lowering in lowerings:
+        if not any(_has_graphs(lowering, precision) for precision in precisions):
+            raise ExportError(f"lowering={lowering!r} has no graphs at precision={', '.join(precisions)}")
+    if "cuda" in lowerings:
+        for precision in precisions:
+            if _has_graphs("cuda", precision):
+                check_config(config, precision)
+
+
+def _has_graphs(lowering: Lowering, precision: Precision) -> bool:
+    """Return True if an export of this lowering and precision writes graphs."""
+    if lowering == "cuda":
+        return precision in CUDA_PRECISIONS
+    return precision in ALL_PRECISIONS and precision not in ("bfloat16", "float16")
+
+
+def write_graphs(
+    model: Transformer,
+    directory: Path,
+    precisions: Sequence[Precision],
+    lowerings: Sequence[Lowering],
+    cache: CacheType | None = None,
+    *,
+    explain: bool = False,
+) -> list[GraphSet]:
+    """Trace the model and write its graphs and weights; arguments as for `export_bundle`. Verifies nothing."""
+    traced = {
+        (lowering, part): _trace(model, part, lowering)
+        for lowering in tqdm(dict.fromkeys(map(_traced, lowerings)), desc="trace", unit="lowering", disable=None)
+        for part in _graphs_of(model.config)
+    }
+    # An explain graph needs weights that a CPU reads, and returns one tensor for layers of equal numbers of heads.
+    is_explained = explain and {*lowerings} != {"cuda"} and model.config.module_heads is None
+    explain_graph = trace_explain(model) if is_explained else None
+    positions = position_graph(model)
+    sets = []
+    for precision in precisions:
+        explain_name: str | None = None
+        for layout, group in _by_layout([name for name in lowerings if _has_graphs(name, precision)]).items():
+            with WeightsFile(directory / f"weights.{layout}.{precision}.bin") as weights:
+                if positions is not None and not (directory / POSITIONS_NAME).exists():
+                    weights.save(positions, directory / POSITIONS_NAME)
+                written = [_graph_set(model.config, lowering, precision, cache) for lowering in group]
+                for graphs in written:
+                    for part in _graphs_of(model.config):
+                        finished = _at_precision(traced[_traced(graphs.lowering), part], part, model.config, graphs)
+                        weights.save(finished, directory / _graph_name(part, lowering=graphs.lowering, at=precision))
+                if explain_graph is not None and explain_name is None and layout != "cuda" and precision != "int4":
+                    explain_name = f"explain.{precision}.onnx"
+                    weights.save(_explain_graph_at(explain_graph, layout, precision), directory / explain_name)
+            explained = explain_name if layout != "cuda" else None
+            sets += [graphs.model_copy(update={"explain": explained}) for graphs in written]
+    return sets
+
+
+def _by_layout(lowerings: Sequence[Lowering]) -> dict[Layout | Literal["cuda"], list[Lowering]]:
+    """Group lowerings by the layout of their weights, one file for a group.
+
+    Weights are packed for the native kernels, of one element type for a GPU, or plain.
+    """
+    layouts: dict[Layout | Literal["cuda"], list[Lowering]] = {}
+    for lowering in lowerings:
+        layouts.setdefault(lowering if lowering in ("native", "cuda") else "plain", []).append(lowering)
+    return layouts
+
+
+def _traced(lowering: Lowering) -> Lowering:
+    """Return the lowering whose traced graphs this one starts from."""
+    return "native" if lowering == "cuda" else lowering
+
+
+def _graphs_of(config: ModelConfig) -> tuple[Part | Task, ...]:
+    """Return the parts of the model that have a graph of their own."""
+    return (*config.parts, *(head.task for head in config.heads))
+
+
+def _trace(model: Transformer, part: Part | Task, lowering: Lowering) -> ir.Model:
+    if part == "encoder":
+        return trace_encoder(model, lowering)
+    return trace_decoder(model, lowering) if part == "decoder" else trace_head(model, part)
+
+
+def _graph_name(part: Part | Task, *, lowering: Lowering, at: Precision) -> str:
+    return f"{part}.{lowering}.{at}.onnx"
+
+
+def _graph_set(config: ModelConfig, lowering: Lowering, precision: Precision, cache: CacheType | None) -> GraphSet:
+    names = {part: _graph_name(part, lowering=lowering, at=precision) for part in _graphs_of(config)}
+    cache_type: CacheType | None = None
+    if lowering == "native" and "decoder" in names:
+        cache_type = cache or ("float32" if precision == "float32" else "float16")
+    return GraphSet(
+        precision=precision,
+        lowering=lowering,
+        encoder=names.get("encoder"),
+        decoder=names.get("decoder"),
+        heads={head.task: names[head.task] for head in config.heads},
+        cache=cache_type,
+    )
+
+
+def _at_precision(model: ir.Model, part: Part | Task, config: ModelConfig, graphs: GraphSet) -> ir.Model:
+    """Return a copy of a traced graph at the precision of its set."""
+    if graphs.lowering == "cuda":
+        return lower_for_cuda(model, config, part, graphs.precision)
+    copy = model.clone()
+    if graphs.lowering == "native":
+        pack_weights(copy, graphs.precision)
+        if graphs.cache is not None:
+            _set_cache_type(copy, graphs.cache)
+    elif graphs.precision == "int8":
+        quantize(copy)
+    return copy
+
+
+def _explain_graph_at(explain_graph: ir.Model, layout: Layout, precision: Precision) -> ir.Model:
+    """Return a copy of the explain graph that reads weights as graphs of this layout and precision store them."""
+    copy = explain_graph.clone()
+    store_as(copy, layout, precision)
+    return copy
+
+
+def _set_cache_type(model: ir.Model, cache: CacheType) -> None:
+    """Set the element type of the pool; the operators accept both types."""
+    pool = next(value for value in model.graph.inputs if value.name == "cache")
+    pool.type = ir.TensorType(ir.DataType.FLOAT16 if cache == "float16" else ir.DataType.FLOAT)
+
+
+def add_metadata(checkpoint: Checkpoint, directory: Path, graphs: Sequence[GraphSet], name: str) -> None:
+    """Add the tokenizer, the notice and the manifest to the graphs."""
+    for file in checkpoint.text.files:
+        shutil.copyfile(checkpoint.text_folder / file, directory / file)
+    if checkpoint.provenance is not None:
+        (directory / "NOTICE").write_text(_notice(checkpoint.provenance), encoding="utf-8")
+    files = {path.name: file_entry(path) for path in sorted(directory.iterdir())}
+    manifest = Manifest(
+        name=name,
+        model=checkpoint.config,
+        text=checkpoint.text,
+        generation=checkpoint.generation,
+        graphs=tuple(graphs),
+        positions=POSITIONS_NAME if POSITIONS_NAME in files else None,
+        files=files,
+        provenance=checkpoint.provenance,
+    )
+    write_manifest(directory, manifest)
+
+
+def _notice(provenance: Provenance) -> str:
+    origin = "were trained on" if provenance.recipe is not None else "come from"
+    return (
+        f"The weights in this directory {origin}: {provenance.source}\n"
+        f"Licence: {provenance.licence}\n"
+        f"{provenance.attribution}\n"
+    )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="directory that `antiphon train` wrote")
+    parser.add_argument("bundle", type=Path, metavar="BUNDLE", help="directory to write, for `antiphon serve`")
+    parser.add_argument(
+        "--precision",
+        nargs="+",
+        choices=ALL_PRECISIONS,
+        help="default: float32 int8, and bfloat16 with --lowering cuda; only cuda graphs can be bfloat16 or float16, "
+        "and they cannot be int8 or int4",
+    )
+    parser.add_argument(
+        "--lowering",
+        nargs="+",
+        choices=LOWERINGS,
+        default=["native"],
+        help="native: our own operators (default); cuda: for an NVIDIA GPU; contrib: operators that ship in ONNX "
+        "Runtime; eager: score matrices are stored; contrib and eager are baselines of `antiphon profile`",
+    )
+    parser.add_argument("--contrib", action="store_true", help="add contrib graphs")
+    parser.add_argument("--eager", action="store_true", help="add eager graphs")
+    parser.add_argument(
+        "--cache-type",
+        choices=CACHE_TYPES,
+        help="type of cached keys and values of native graphs (default: float16 beside integer weights, else float32)",
+    )
+    parser.add_argument(
+        "--no-explain", dest="explain", action="store_false", help="omit the graph that returns attention weights"
+    )
+    for name in ("source", "target"):
+        parser.add_argument(
+            f"--max-{name}-len",
+            type=int,
+            metavar="N",
+            help=f"{name} tokens that the bundle takes (default: as trained)",
+        )
+    parser.add_argument("--name", help="the model's name for clients (default: the bundle directory's name)")
+    parser.add_argument("--overwrite", action="store_true", help="replace BUNDLE if it is a bundle")
+
+
+def _lowerings(args: argparse.Namespace) -> tuple[Lowering, ...]:
+    """Return the lowerings that the flags name, each once, in the order of LOWERINGS."""
+    requested = {*args.lowering, *(name for name in ("contrib", "eager") if getattr(args, name))}
+    return tuple(lowering for lowering in LOWERINGS if lowering in requested)
+
+
+def chosen_precisions(given: Sequence[Precision] | None, lowerings: Sequence[Lowering]) -> tuple[Precision, ...]:
+    """Return the precisions of --precision, each once, or the default ones of the lowerings."""
+    if given is not None:
+        return tuple(dict.fromkeys(given))
+    defaults = PRECISIONS if any(lowering in CPU_LOWERINGS for lowering in lowerings) else ()
+    return (*defaults, "bfloat16") if "cuda" in lowerings else defaults
+
+
+def run(args: argparse.Namespace) -> int:
+    """Export; return 0 when the bundle is written, or 2 after one line on standard error when it cannot be."""
+    try:
+        checkpoint = with_lengths(
+            load_checkpoint(args.checkpoint), max_source_len=args.max_source_len, max_target_len=args.max_target_len
+        )
+        bundle = export_bundle(
+            checkpoint,
+            args.bundle,
+            precisions=chosen_precisions(args.precision, _lowerings(args)),
+            lowerings=_lowerings(args),
+            cache=args.cache_type,
+            explain=args.explain,
+            name=args.name,
+            overwrite=args.overwrite,
+        )
+    except (
+        ExportError,
+        CheckpointError,
+        TokenizerError,
+        BundleError,
+        LoweringError,
+        VerificationError,
+        OSError,
+    ) as error:
+        print(f"antiphon export: {error}", file=sys.stderr)
+        return 2
+    size = sum(entry.size for entry in bundle.manifest.files.values())
+    described = ", ".join(f"{graphs.lowering} {graphs.precision}" for graphs in bundle.manifest.graphs)
+    print(f"{bundle.path}: {described}; {size / 1e6:.1f} MB, verified against the checkpoint")
+    return 0

@@ -1,0 +1,150 @@
+"""Cuda graphs run step by step on the CPU; native_stepper.py and native_encoder.py are the same for native graphs.
+
+Blocks are assigned in shuffled order and the pool starts full of NaN. Each batch has one token and one tile of padding.
+The first new token of each row is given as the token that the row sampled before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from antiphon.architecture.config import ModelConfig
+from antiphon.architecture.heads import Task
+from antiphon.bundle.graph_ports import head_outputs
+from antiphon.bundle.manifest import GraphSet
+from antiphon.bundle.native_stepper import (
+    Floats,
+    Ids,
+    Lens,
+    Sequences,
+    StepError,
+    listed_logprobs,
+    offsets_of,
+    reserve,
+    sampling_inputs,
+    whole_vocabulary,
+)
+from antiphon.export.verification.cuda_evaluator import CudaEvaluator, shared
+from antiphon.ops.cache_geometry import cuda_pool_axes
+from antiphon.ops.cuda.nodes import PADDING, PREVIOUS, TILE
+
+Arrays = Mapping[str, NDArray[Any]]
+
+
+class CudaStepper:
+    """Decoder of a cuda graph set, and its encoder if it has one; the interface is NativeStepper's."""
+
+    def __init__(self, encoder: CudaEvaluator | None, decoder: CudaEvaluator, config: ModelConfig) -> None:
+        self._encoder = encoder
+        self._decoder = decoder
+        self._config = config
+
+    def start(self, sources: Sequence[Ids], capacity: int) -> Callable[[Ids, Lens], Floats]:
+        """Encode sources and return a function for steps of one token a row, as NativeStepper does."""
+        sequences = self.encode(sources, capacity)
+        return lambda ids, positions: self.step(sequences, np.split(ids, len(ids)), positions)
+
+    def encode(self, sources: Sequence[Ids], capacity: int) -> Sequences:
+        """Encode sources of any lengths in one packed batch, and reserve blocks for `capacity` target tokens each."""
+        lens = np.array([len(source) if self._encoder else 0 for source in sources], np.int32)
+        sequences = reserve(lens, capacity, cuda_pool_axes(self._config), self._decoder.element.numpy())
+        if self._encoder is not None:
+            rows = np.repeat(np.arange(len(lens)), lens)
+            given = {"rows": _padded(rows, 0), "tables": sequences.cross_tables, "cache": sequences.cache}
+            self._encoder.run(_tensors({**packed_sources(sources), **given}))
+        return sequences
+
+    def step(self, sequences: Sequences, tokens: Sequence[Ids], starts: Lens) -> Floats:
+        """Feed tokens[r] to each row r from position starts[r] on, as NativeStepper does."""
+        counts = [len(row) for row in tokens]
+        last = np.cumsum(counts) - 1
+        positions = np.concatenate(
+            [np.arange(start, start + len(row)) for start, row in zip(starts, tokens, strict=True)]
+        )
+        rows = np.repeat(np.arange(len(tokens)), counts)
+        given = {
+            "tokens": _padded(np.concatenate([[PREVIOUS, *row[1:]] for row in tokens]), 0),
+            "positions": _padded(positions, PADDING),
+            "rows": _padded(rows, 0),
+            "self_lens": _padded(positions + 1, 0),
+            "cross_lens": _padded(sequences.source_lens[rows], 0),
+            "self_tables": sequences.self_tables,
+            "cross_tables": sequences.cross_tables,
+            "previous": np.array([row[0] for row in tokens], np.int32),
+            "sample_positions": positions[last].astype(np.int32),
+            "edit_rounds": np.zeros(0, np.int32),
+            "candidates": np.zeros(self._config.vocab_size, np.int32),
+            "cache": sequences.cache,
+            **sampling_inputs(whole_vocabulary(last.astype(np.int32), self._config.vocab_size)),
+        }
+        outputs = self._decoder.run(_tensors({name: given[name] for name in self._decoder.input_names}))
+        return listed_logprobs(**{name: output.numpy() for name, output in outputs.items()})
+
+
+class CudaEncoder:
+    """Encoder-only graphs of a cuda graph set, and its heads; the interface is NativeEncoder's."""
+
+    def __init__(self, encoder: CudaEvaluator, heads: Mapping[Task, CudaEvaluator], config: ModelConfig) -> None:
+        self._encoder = encoder
+        self._heads = heads
+        self._config = config
+
+    def encode(self, sources: Sequence[Ids], types: Sequence[Ids] | None = None) -> list[Floats]:
+        """Return float32 states [S, M] of each source [S], all encoded in one packed batch, as NativeEncoder does."""
+        given = packed_sources(sources)
+        if self._config.token_types:
+            kinds = np.zeros(sum(map(len, sources)), np.int32) if types is None else np.concatenate(types)
+            given["types"] = _padded(kinds, 0)
+        memory = self._encoder.run(_tensors(given))["memory"].float().numpy()
+        return np.split(memory[:-1], given["offsets"][1:-1])
+
+    def read_out(self, task: Task, hidden: Floats) -> Floats:
+        """Return the outputs [K, O] of a task's head for states [K, M], float32."""
+        head = next(head for head in self._config.heads if head.task == task)
+        (port,) = head_outputs(self._config, head)
+        graph = self._heads[task]
+        outputs = graph.run(_tensors({"hidden": hidden.astype(graph.element.numpy())}))["outputs"].float().numpy()
+        width = port.axes[-1]
+        assert isinstance(width, int)
+        if outputs[:, width:].any():
+            raise StepError(f"columns of {task} from {width} on are not 0")
+        return outputs[:, :width]
+
+
+def cuda_stepper(directory: Path, graphs: GraphSet, config: ModelConfig) -> CudaStepper:
+    """Open the graphs of a model with a decoder."""
+    encoder = None if graphs.encoder is None else CudaEvaluator(directory / graphs.encoder)
+    return CudaStepper(encoder, CudaEvaluator(directory / graphs.decoder_file), config)
+
+
+def cuda_encoder(directory: Path, graphs: GraphSet, config: ModelConfig) -> CudaEncoder:
+    """Open the graphs of an encoder-only model."""
+    heads = {task: CudaEvaluator(directory / name) for task, name in graphs.heads.items()}
+    return CudaEncoder(CudaEvaluator(directory / graphs.encoder_file), heads, config)
+
+
+def packed_sources(sources: Sequence[Ids]) -> dict[str, NDArray[Any]]:
+    """Return the inputs that every encoder graph has."""
+    tiles = [(index, first) for index, source in enumerate(sources) for first in range(0, len(source), TILE)]
+    return {
+        "tokens": _padded(np.concatenate(sources), 0),
+        "positions": _padded(np.concatenate([np.arange(len(source)) for source in sources]), PADDING),
+        "offsets": offsets_of([len(source) for source in sources]),
+        "tiles": np.array([*tiles, (-1, 0)], np.int32),
+    }
+
+
+def _padded(numbers: NDArray[Any], padding: int) -> Lens:
+    """Return numbers of tokens with that of a token of padding at the end."""
+    return np.append(numbers, padding).astype(np.int32)
+
+
+def _tensors(arrays: Arrays) -> dict[str, Tensor]:
+    """Return tensors that share the memory of the arrays."""
+    return {name: shared(array) for name, array in arrays.items()}

@@ -1,0 +1,207 @@
+"""Verification of exported graphs against the PyTorch model: both run on random sources, step by step.
+
+Graphs run as the server runs them: sources of one length are encoded together, or all of them packed; caches are
+written in place; rows of a step are at different positions; memory beyond a row's length is not cleared. The reference
+decodes each target whole. Native and cuda graphs return no logits; they return the log-probabilities of the whole
+vocabulary on request. Cuda graphs are computed on the CPU, which checks the graphs and not the kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from antiphon.architecture.config import ModelConfig
+from antiphon.bundle.manifest import GraphSet, Precision
+from antiphon.bundle.native_stepper import NativeStepper, StepError
+from antiphon.bundle.stepper import Floats, GraphStepper, Ids, Lens
+from antiphon.export.verification.cuda_stepper import CudaStepper, cuda_stepper
+from antiphon.transformer.transformer import Transformer
+
+
+class VerificationError(Exception):
+    """Exported graphs disagree with the model; the message names the graphs, the measure and the limit."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tolerance:
+    """Largest allowed differences between graphs and model.
+
+    max_error: largest difference of a logit, in units of the largest logit, or of 1 if the largest is smaller.
+    rms_error: root mean square of the difference, relative to that of the logits after each row's mean is subtracted.
+    min_agreement: fraction of steps whose likeliest token must be the same.
+    """
+
+    max_error: float
+    rms_error: float
+    min_agreement: float
+
+
+# float32: sums in another order. int8: 8-bit weights and activations through a dozen layers, see tests/parity. int4 has
+# seven times the error of int8; it is largest, 0.31 and 0.69, with random weights and unscaled scores (T5).
+# bfloat16 and float16: weights have 8 and 11 bits, and every node rounds its result. Random models of twelve layers are
+# off by 0.016 and 0.002; only where their scores are not scaled either (T5), they are off by more than is allowed.
+TOLERANCES: dict[Precision, Tolerance] = {
+    "float32": Tolerance(max_error=1e-4, rms_error=1e-4, min_agreement=1.0),
+    "int8": Tolerance(max_error=0.25, rms_error=0.1, min_agreement=0.85),
+    "int4": Tolerance(max_error=1.5, rms_error=0.6, min_agreement=0.5),
+    "bfloat16": Tolerance(max_error=0.25, rms_error=0.1, min_agreement=0.8),
+    "float16": Tolerance(max_error=0.05, rms_error=0.02, min_agreement=0.9),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """One batch: the source length of each row, and the number of tokens to decode."""
+
+    source_lens: tuple[int, ...]
+    steps: int
+
+    def capped(self, config: ModelConfig) -> Case:
+        """Return the batch with lengths within the model's limits."""
+        lens = tuple(min(length, config.max_source_len) for length in self.source_lens)
+        return Case(source_lens=lens, steps=min(self.steps, config.max_target_len))
+
+
+CASES = (
+    Case(source_lens=(1,), steps=4),
+    Case(source_lens=(23,), steps=8),
+    Case(source_lens=(5, 5, 2), steps=8),
+    Case(source_lens=(9, 33, 1, 9, 17, 33, 9), steps=12),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """Measured differences, in the units of Tolerance."""
+
+    max_error: float
+    rms_error: float
+    agreement: float
+
+    def excess(self, limit: Tolerance) -> str | None:
+        """Return a description of the first measure beyond its limit, or None. A measure that is nan is beyond it."""
+        if not self.max_error <= limit.max_error:
+            return f"a logit is off by {self.max_error:.1e}, at most {limit.max_error:.1e} is allowed"
+        if not self.rms_error <= limit.rms_error:
+            return (
+                f"logits are off by {self.rms_error:.1e} (root mean square), at most {limit.rms_error:.0e} is allowed"
+            )
+        if not self.agreement >= limit.min_agreement:
+            return (
+                f"likeliest tokens agree in {self.agreement:.1%} of steps, at least {limit.min_agreement:.0%} required"
+            )
+        return None
+
+
+class Stepper(Protocol):
+    """Runner of the graphs of one set: GraphStepper returns logits, the others log-probabilities."""
+
+    def start(self, sources: Sequence[Ids], capacity: int) -> Callable[[Ids, Lens], Floats]:
+        """Encode sources and return the function of a step of one token a row: (ids [B], positions [B]) -> [B, V]."""
+
+
+def verify(directory: Path, graphs: GraphSet, model: Transformer, *, seed: int = 0) -> Comparison:
+    """Compare a graph set with the float32 model over CASES.
+
+    Raises VerificationError when a measure is beyond its tolerance.
+    """
+    random = np.random.default_rng(seed)
+    cases = [_RandomBatch(model, case.capped(model.config), random) for case in CASES]
+    try:
+        pairs = _run_cases(directory, graphs, model.config, cases)
+    except StepError as error:
+        raise VerificationError(f"{graphs.lowering} {graphs.precision} graphs: {error}") from None
+    width = model.config.vocab_size
+    found, expected = (
+        np.concatenate([logits.reshape(-1, width) for logits in side]) for side in zip(*pairs, strict=True)
+    )
+    comparison = compare(found, expected)
+    if excess := comparison.excess(TOLERANCES[graphs.precision]):
+        raise VerificationError(f"{graphs.lowering} {graphs.precision} graphs disagree with the model: {excess}")
+    return comparison
+
+
+def _run_cases(
+    directory: Path, graphs: GraphSet, config: ModelConfig, cases: Sequence[_RandomBatch]
+) -> list[tuple[Floats, Floats]]:
+    """Return the found and expected logits of each case."""
+    if graphs.lowering in ("native", "cuda"):
+        opened = NativeStepper if graphs.lowering == "native" else cuda_stepper
+        paged = opened(directory, graphs, config)
+        return [_paged_logits(paged, case) for case in cases]
+    stepper = GraphStepper(directory, graphs, config)
+    return [(step_through(stepper, case.sources, case.target), case.logits) for case in cases]
+
+
+def compare(found: Floats, expected: Floats) -> Comparison:
+    """Measure the differences between logits [N, V]."""
+    centred = expected - expected.mean(axis=1, keepdims=True)
+    error = found - expected
+    return Comparison(
+        max_error=float(np.abs(error).max() / max(1.0, np.abs(expected).max())),
+        rms_error=float(np.sqrt((error**2).mean() / (centred**2).mean())),
+        agreement=float((found.argmax(axis=1) == expected.argmax(axis=1)).mean()),
+    )
+
+
+class _RandomBatch:
+    """Random sources and targets [B, T] of a case, and the model's logits [B, T, V] for them."""
+
+    def __init__(self, model: Transformer, case: Case, random: np.random.Generator) -> None:
+        lens = np.array(case.source_lens, np.int32)
+        source = random.integers(0, model.config.resolved_source_vocab_size, (len(lens), int(lens.max())))
+        self.target = random.integers(0, model.config.vocab_size, (len(lens), case.steps))
+        self.sources = [row[:length] for row, length in zip(source, lens, strict=True)]
+        self.logits = _logits(model, source, self.target, lens)
+
+
+def _logits(model: Transformer, source: Ids, target: Ids, lens: Lens) -> Floats:
+    """Return the model's logits [B, T, V] for targets [B, T]; a decoder-only model does not read the sources."""
+    with torch.no_grad():
+        if model.encoder is None:
+            logits = model.logits(model.decode(torch.from_numpy(target), None))
+        else:
+            logits = model(torch.from_numpy(source), torch.from_numpy(target), torch.from_numpy(lens))
+    return logits.numpy()
+
+
+def _paged_logits(stepper: NativeStepper | CudaStepper, case: _RandomBatch) -> tuple[Floats, Floats]:
+    """Return found and expected logits [N, V] of all steps, and of a second run that feeds each target in two pieces.
+
+    The normaliser of the model's logits turns log-probabilities into logits.
+    """
+    rows, steps, width = case.logits.shape
+    single = step_through(stepper, case.sources, case.target).reshape(-1, width)
+    cuts = np.arange(rows, dtype=np.int32) % steps
+    sequences = stepper.encode(case.sources, steps)
+    begun = [row for row in range(rows) if cuts[row]]
+    if begun:
+        heads = [case.target[row, : cuts[row]] for row in begun]
+        stepper.step(sequences.rows(begun), heads, np.zeros(len(begun), np.int32))
+    pieces = stepper.step(sequences, [row[cut:] for row, cut in zip(case.target, cuts, strict=True)], cuts)
+    expected = np.concatenate([case.logits.reshape(-1, width), case.logits[:, -1]])
+    normaliser: Floats = torch.from_numpy(expected).logsumexp(dim=-1, keepdim=True).numpy()
+    return np.concatenate([single, pieces]) + normaliser, expected
+
+
+def step_through(stepper: Stepper, sources: Sequence[Ids], target: Ids) -> Floats:
+    """Feed target [B, T] token by token, each row one step later than the previous row; returns the results [B, T, V].
+
+    A row that has not begun repeats its first token at its first position; one that has ended repeats its last.
+    """
+    rows, steps = target.shape
+    step = stepper.start(sources, steps + 1)
+    found: list[list[Floats]] = [[] for _ in range(rows)]
+    for time in range(steps + rows - 1):
+        positions = np.clip(time - np.arange(rows), 0, steps - 1).astype(np.int32)
+        results = step(target[np.arange(rows), positions], positions)
+        for row in range(rows):
+            if 0 <= time - row < steps:
+                found[row].append(results[row])
+    return np.array(found)

@@ -1,0 +1,99 @@
+"""`antiphon lab`: run experiments, resume them, and write their reports."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from antiphon.bundle.manifest import BundleError
+from antiphon.checkpoints.checkpoint import CheckpointError
+from antiphon.client import ServerError
+from antiphon.export.export import ExportError
+from antiphon.export.verification.verify import VerificationError
+from antiphon.lab.experiment import Experiment, run_trials
+from antiphon.lab.measures.served import ServeError
+from antiphon.lab.registry import EXPERIMENTS
+from antiphon.lab.report import write_report
+from antiphon.lab.setting import Setting, parse_scale
+from antiphon.text.tokenizer import TokenizerError
+from antiphon.training.pruning.head_choice import PruneError
+from antiphon.training.recipe import RecipeError
+
+_ERRORS = (
+    RecipeError, CheckpointError, TokenizerError, PruneError, ExportError, VerificationError, BundleError, ServeError,
+    ServerError, OSError,
+)  # fmt: skip
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument("names", nargs="+", metavar="NAME", help=f"experiments: {', '.join(EXPERIMENTS)}, or all")
+    add_options(parser)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options, which are the same for every experiment."""
+    parser.add_argument("--data", type=Path, help="folder of public data, as for `antiphon train`")
+    parser.add_argument(
+        "--output", type=Path, default=Path("runs/lab"), help="folder of runs and reports (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--scale", default="1", help="factor on training steps, or toy: seconds, artificial data (default: %(default)s)"
+    )
+    parser.add_argument("--seeds", type=int, default=3, metavar="N", help="number of seeds (default: %(default)s)")
+    parser.add_argument(
+        "--jobs", type=int, default=os.cpu_count() or 1, help="runs at a time, of one thread each (default: all cores)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run experiments; return 0, 2 after an error with one line on standard error, 130 after an interrupt."""
+    return run_named(args.names, args)
+
+
+def run_named(names: list[str], args: argparse.Namespace) -> int:
+    """Run the experiments with these names, see `run`."""
+    try:
+        setting = _setting(args)
+        for experiment in _chosen(names):
+            _run(experiment, setting, args.jobs)
+    except _ERRORS as error:
+        print(f"antiphon lab: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("antiphon lab: interrupted; the same command resumes every run", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _setting(args: argparse.Namespace) -> Setting:
+    for option in ("seeds", "jobs"):
+        if not 1 <= getattr(args, option) <= 64:
+            raise RecipeError(f"--{option} is {getattr(args, option)}; it must be from 1 to 64")
+    output = args.output.resolve()
+    output.mkdir(parents=True, exist_ok=True)
+    seeds = tuple(range(1, args.seeds + 1))
+    return Setting(data=args.data, output=output, scale=parse_scale(args.scale), seeds=seeds)
+
+
+def _chosen(names: list[str]) -> list[Experiment]:
+    if unknown := [name for name in names if name not in (*EXPERIMENTS, "all")]:
+        raise RecipeError(f"NAME is {unknown[0]!r}; experiments: {', '.join(EXPERIMENTS)}, or all")
+    return list(EXPERIMENTS.values()) if "all" in names else [EXPERIMENTS[name] for name in names]
+
+
+def _run(experiment: Experiment, setting: Setting, jobs: int) -> None:
+    """Run one experiment and print its page."""
+    results = run_trials(experiment, setting, jobs)
+    if experiment.alone is not None:
+        runs = setting.folders(experiment.name).runs
+        first = [trial for trial in experiment.trials(setting) if trial.seed == setting.seeds[0]]
+        averaged = {trial.name: runs / trial.key / "averaged" for trial in first}
+        trained = {name: folder for name, folder in averaged.items() if folder.is_dir()}  # not those that diverged
+        results = replace(results, alone=experiment.alone(setting, trained))
+    scale = "toy" if setting.is_toy else f"{setting.scale:g}"
+    command = f"antiphon lab {experiment.name} --data DATA --scale {scale} --seeds {len(setting.seeds)}"
+    print(write_report(experiment, results, setting, command).read_text(encoding="utf-8"))

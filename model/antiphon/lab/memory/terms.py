@@ -1,0 +1,168 @@
+"""Vocabulary of the memory arithmetic: a case, a term with its formula, and a sublayer's life. Torch-free.
+
+Axes: B batch, T length of source and target, n = B T tokens, M model width, A = H D width of all heads, H heads, F
+feed-forward width, V vocabulary, L layers, P parameters; e bytes of an element in products: 4, or 2 in bf16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from antiphon.architecture.config import ModelConfig
+
+LabBackend = Literal["eager", "sdpa"]
+FLOAT = 4
+_FUSED_KEYS = 512  # keys in one block of PyTorch's fused kernel
+_COVERED_POSITIONS = ("sinusoidal", "learned", "rope", "none")
+
+
+class UncoveredModelError(Exception):
+    """The arithmetic does not cover this kind of model; the message names the field and the covered values."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Term:
+    """One line of the page: name, formula as text, and bytes."""
+
+    name: str
+    formula: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """One step to predict: model, B rows, source and target of T tokens, and the options that change its memory."""
+
+    config: ModelConfig
+    batch: int
+    length: int
+    backend: LabBackend = "eager"
+    bf16: bool = False
+    checkpointing: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """Number of source tokens, and of target tokens: n = B T."""
+        return self.batch * self.length
+
+    @property
+    def element(self) -> int:
+        """Bytes of an element in products: e."""
+        return 2 if self.bf16 else FLOAT
+
+    @property
+    def matrix(self) -> int:
+        """Bytes of one layer's attention matrices: e H B T^2."""
+        return self.element * self.config.num_heads * self.tokens * self.length
+
+    @property
+    def fused_rows(self) -> int:
+        """Rows of queries in one block of PyTorch's fused kernel for CPUs (FlashAttentionKernel.cpp)."""
+        return 256 if self.length >= 768 else 64 if self.length >= 192 else 32
+
+    @property
+    def fused_scratch(self) -> int:
+        """Bytes of that kernel's buffer on one thread: scores of a block, their maxima and sums, and the result."""
+        keys = min(_FUSED_KEYS, self.length)
+        scores = self.fused_rows * keys
+        return FLOAT * (scores + self.fused_rows * (2 + self.config.resolved_head_dim)) + 2 * scores * self.bf16
+
+    @property
+    def fused_backward_scratch(self) -> int:
+        """Bytes of the buffer of its backward pass on one thread: scores of a block and their gradients."""
+        return 2 * FLOAT * self.fused_rows * min(_FUSED_KEYS, self.length)
+
+    @property
+    def projected_heads(self) -> int:
+        """Bytes of what self-attention projects: 3 e A n; rotary positions add rotated queries and keys, 2 e A n.
+
+        Values are a part of the projection, which therefore lives beside the rotated tensors.
+        """
+        parts = 5 if self.config.positions == "rope" else 3
+        return parts * self.element * self.config.attention_width * self.tokens
+
+    @property
+    def has_copies(self) -> bool:
+        """True where the batched product copies queries, keys and values: heads of several rows are not adjacent."""
+        return self.batch > 1 and self.config.num_heads > 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sublayer:
+    """Life of one sublayer's memory in a training step, in bytes.
+
+    kept: what autograd saves until the sublayer's backward pass.
+    held: what the forward pass holds until its end, although autograd does not save it.
+    forward, backward: memory at the peak of its forward and backward pass, kept included.
+    gradients: of its weights, from its backward pass until the optimiser's step.
+    pending: gradients of activations that wait for an earlier sublayer.
+    """
+
+    kept: tuple[Term, ...]
+    forward: int
+    backward: int
+    held: int = 0
+    gradients: int = 0
+    pending: int = 0
+
+    @property
+    def kept_bytes(self) -> int:
+        """Sum of the kept terms."""
+        return total(self.kept)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prediction:
+    """Terms of one case, and the predicted peak in bytes."""
+
+    terms: tuple[Term, ...]
+    peak_bytes: int
+
+
+def total(terms: Iterable[Term]) -> int:
+    """Return the sum of the terms, in bytes."""
+    return sum(term.num_bytes for term in terms)
+
+
+def check_covered(config: ModelConfig) -> None:
+    """Raise UncoveredModelError for a model whose steps the arithmetic does not describe."""
+    for name, value, covered in (
+        ("architecture", config.architecture, ("encoder-decoder",)),
+        ("positions", config.positions, _COVERED_POSITIONS),
+        ("norm", config.norm, ("layernorm",)),
+        ("bias", config.bias, (True,)),
+        ("activation_dropout", config.activation_dropout, (False,)),
+        ("embedding_norm", config.embedding_norm, (False,)),
+        ("residual", config.residual, (True,)),
+        ("module_heads", config.module_heads, (None,)),
+    ):
+        if value not in covered:
+            raise UncoveredModelError(
+                f"{name}={value!r} is not covered by the arithmetic; it covers {', '.join(map(repr, covered))}"
+            )
+
+
+def num_parameters(config: ModelConfig) -> int:
+    """Return P, the number of parameters; shared ones count once. Raises UncoveredModelError."""
+    check_covered(config)
+    width, heads, inner = config.d_model, config.attention_width, config.d_ff
+    attention = 4 * width * heads + 3 * heads + width
+    hidden = inner * (2 if config.gated else 1)
+    feed_forward = width * hidden + hidden + inner * width + width
+    norm = 2 * width
+    encoder = config.encoder_layers * (attention + feed_forward + 2 * norm)
+    decoder = config.decoder_layers * (2 * attention + feed_forward + 3 * norm)
+    tables = config.vocab_size + (0 if config.tie_source_target else config.resolved_source_vocab_size)
+    output = (0 if config.tie_output else config.vocab_size * width) + config.vocab_size * config.output_bias
+    last_norms = 2 * norm if config.norm_placement == "pre" else 0
+    learned = position_rows(config) * width if config.positions == "learned" else 0
+    return encoder + decoder + tables * width + output + last_norms + learned
+
+
+def position_rows(config: ModelConfig) -> int:
+    """Return the rows of both position tables; sinusoidal tables are constants, learned tables are parameters."""
+    if config.positions == "none":
+        return 0
+    return config.max_source_len + config.max_target_len + 2 * config.positions_offset

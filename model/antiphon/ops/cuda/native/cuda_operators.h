@@ -1,0 +1,14 @@
+// The operators for GPUs: model/antiphon/ops/cuda/nodes.py declares them.
+#pragma once
+
+#include <vector>
+
+#include "../../native/ort_abi.h"
+
+namespace antiphon {
+
+// One registration for each node and element type. Their constructors need a loaded KernelLibrary.
+std::vector<const OrtCustomOp*> CudaRowOperators();
+std::vector<const OrtCustomOp*> CudaAttentionOperators();
+
+}  // namespace antiphon

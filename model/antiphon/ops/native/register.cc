@@ -1,0 +1,209 @@
+// Entry points for ONNX Runtime and Python: registration with the environment, and a C interface to the counters.
+
+#include <dlfcn.h>
+
+#include <cstring>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "../cuda/native/cuda_operators.h"
+#include "../cuda/native/kernel_library.h"
+#include "export.h"
+#include "kernels.h"
+#include "operators.h"
+#include "ort_abi.h"
+#include "workspace.h"
+
+namespace antiphon {
+
+namespace {
+
+thread_local CountingAllocator* t_workspace = nullptr;
+
+}  // namespace
+
+CountingAllocator& ProcessWorkspace() {
+  // Never destroyed: the environment can free its last block after static destructors have run.
+  static auto* workspace = new CountingAllocator;
+  return *workspace;
+}
+
+CountingAllocator& Workspace() { return t_workspace != nullptr ? *t_workspace : ProcessWorkspace(); }
+
+CountingAllocator* UseWorkspace(CountingAllocator* workspace) noexcept { return std::exchange(t_workspace, workspace); }
+
+}  // namespace antiphon
+
+namespace {
+
+using antiphon::CountingAllocator;
+using antiphon::Workspace;
+
+// The allocator that Python names, nullptr for the process's own.
+CountingAllocator& Named(CountingAllocator* workspace) {
+  return workspace != nullptr ? *workspace : antiphon::ProcessWorkspace();
+}
+
+OrtMemoryInfo* g_memory_info = nullptr;
+
+void* Allocate(OrtAllocator*, size_t bytes) { return Workspace().Allocate(bytes); }
+
+void Free(OrtAllocator*, void* block) { CountingAllocator::Free(block); }
+
+const OrtMemoryInfo* Info(const OrtAllocator*) { return g_memory_info; }
+
+OrtAllocator g_allocator{kOrtApiVersion, Allocate, Free, Info, Allocate};
+
+// Keeps the code in memory: a session closes the library when it ends, but the environment keeps the allocator.
+void KeepLoaded() {
+  Dl_info self;
+  if (dladdr(reinterpret_cast<void*>(&KeepLoaded), &self) != 0) {
+    dlopen(self.dli_fname, RTLD_NOW | RTLD_NOLOAD | RTLD_NODELETE);
+  }
+}
+
+OrtStatus* RegisterOnce(const OrtApi* api) {
+  static std::mutex mutex;
+  static bool registered = false;
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (registered) return nullptr;
+  KeepLoaded();
+  OrtEnv* env = nullptr;  // the process has one; this reference is never released
+  if (OrtStatus* failed = api->CreateEnv(kOrtLoggingWarning, "antiphon", &env)) return failed;
+  if (OrtStatus* failed = api->CreateCpuMemoryInfo(kOrtDeviceAllocator, kOrtMemTypeDefault, &g_memory_info)) {
+    return failed;
+  }
+  if (OrtStatus* failed = api->RegisterAllocator(env, &g_allocator)) return failed;
+  registered = true;
+  return nullptr;
+}
+
+std::vector<const OrtCustomOp*> AllOperators() {
+  std::vector<const OrtCustomOp*> all;
+  for (const auto& family : {antiphon::LinearOperators(), antiphon::RowOperators(), antiphon::PackedOperators(),
+                             antiphon::PagedOperators(), antiphon::SampleOperators(),
+                             antiphon::SublayerOperators()}) {
+    all.insert(all.end(), family.begin(), family.end());
+  }
+  return all;
+}
+
+// Returns a line such as "Linear 1 1 1? -> 1": the name, the element type of every input with a question mark after an
+// optional one, an arrow, the element type of every output. Types are numbers of ONNXTensorElementDataType.
+std::string Signature(const OrtCustomOp* op) {
+  std::string text = op->GetName(op);
+  for (size_t index = 0; index < op->GetInputTypeCount(op); ++index) {
+    text += " " + std::to_string(op->GetInputType(op, index));
+    if (op->GetInputCharacteristic(op, index) == kOptional) text += "?";
+  }
+  text += " ->";
+  for (size_t index = 0; index < op->GetOutputTypeCount(op); ++index) {
+    text += " " + std::to_string(op->GetOutputType(op, index));
+  }
+  return text;
+}
+
+OrtStatus* NewDomain(const OrtApi* api, const std::vector<const OrtCustomOp*>& operators, OrtCustomOpDomain** out) {
+  OrtCustomOpDomain* built = nullptr;
+  if (OrtStatus* failed = api->CreateCustomOpDomain("antiphon", &built)) return failed;
+  for (const OrtCustomOp* op : operators) {
+    if (OrtStatus* failed = api->CustomOpDomain_Add(built, op)) return failed;
+  }
+  *out = built;
+  return nullptr;
+}
+
+// One domain for the process: operators have no state of their own, sessions share them. Once kernels for GPUs are
+// loaded there is another one, which has the operators of GPUs too.
+OrtStatus* BuildDomain(const OrtApi* api, OrtCustomOpDomain** out) {
+  static OrtCustomOpDomain* domains[2] = {nullptr, nullptr};
+  static std::mutex mutex;
+  const std::lock_guard<std::mutex> lock(mutex);
+  const bool is_gpu = antiphon::LoadedKernels() != nullptr;
+  OrtCustomOpDomain*& domain = domains[is_gpu ? 1 : 0];
+  if (domain == nullptr) {
+    std::vector<const OrtCustomOp*> operators = AllOperators();
+    if (is_gpu) {
+      for (const auto& family : {antiphon::CudaRowOperators(), antiphon::CudaAttentionOperators()}) {
+        operators.insert(operators.end(), family.begin(), family.end());
+      }
+    }
+    if (OrtStatus* failed = NewDomain(api, operators, &domain)) return failed;
+  }
+  *out = domain;
+  return nullptr;
+}
+
+OrtStatus* AddOperators(const OrtApi* api, OrtSessionOptions* options) {
+  try {
+    antiphon::ActiveKernels();  // refuses a wrong ANTIPHON_CPU here, not in the first run
+  } catch (const std::exception& error) {
+    return api->CreateStatus(kOrtFail, error.what());
+  }
+  OrtCustomOpDomain* domain = nullptr;
+  if (OrtStatus* failed = BuildDomain(api, &domain)) return failed;
+  return api->AddCustomOpDomain(options, domain);
+}
+
+}  // namespace
+
+ANTIPHON_EXPORT OrtStatus* RegisterCustomOps(OrtSessionOptions* options, const OrtApiBase* base) {
+  const OrtApi* api = base->GetApi(kOrtApiVersion);
+  if (api == nullptr) return nullptr;  // a release too old to create our OrtStatus: registers nothing
+  const char* version = base->GetVersionString();
+  if (std::strncmp(version, kSupportedRuntime, std::strlen(kSupportedRuntime)) != 0) {
+    const std::string message = std::string("this build of Antiphon's native library works with ONNX Runtime ") +
+                                kSupportedRuntime + "x, not " + version;
+    return api->CreateStatus(kOrtFail, message.c_str());
+  }
+  if (OrtStatus* failed = RegisterOnce(api)) return failed;
+  return AddOperators(api, options);
+}
+
+// Raise it whenever operators, their packing or these functions change: model/antiphon/ops/workspace.py refuses a library with
+// another number than its own.
+ANTIPHON_EXPORT int antiphon_native_version() { return 8; }
+
+// The signature of every operator, one per line; a test compares them with the declarations in model/antiphon/ops/operators.
+ANTIPHON_EXPORT const char* antiphon_operators() {
+  static const std::string* signatures = [] {
+    auto* text = new std::string;
+    for (const OrtCustomOp* op : AllOperators()) *text += Signature(op) + "\n";
+    return text;
+  }();
+  return signatures->c_str();
+}
+
+// The kernels this process runs: amx, avx512, avxvnni, avx2 or portable; empty where ANTIPHON_CPU names one it cannot run.
+ANTIPHON_EXPORT const char* antiphon_kernels() {
+  try {
+    return antiphon::ActiveKernels().name;
+  } catch (const std::exception&) {
+    return "";
+  }
+}
+
+// Creates another allocator, for a thread to use. It is never destroyed, since blocks can outlive its user; 3 KiB each.
+ANTIPHON_EXPORT CountingAllocator* antiphon_workspace_create() { return new CountingAllocator; }
+
+// Ends the use of an allocator; blocks still in use go back to the operating system when they are freed.
+ANTIPHON_EXPORT void antiphon_workspace_close(CountingAllocator* workspace) { workspace->Close(); }
+
+// Makes the calling thread allocate from it; nullptr is the process's own allocator. Returns the previous allocator.
+ANTIPHON_EXPORT CountingAllocator* antiphon_workspace_use(CountingAllocator* workspace) {
+  return antiphon::UseWorkspace(workspace);
+}
+
+ANTIPHON_EXPORT void antiphon_workspace_stats(CountingAllocator* workspace, antiphon::WorkspaceStats* out) {
+  *out = Named(workspace).Stats();
+}
+
+ANTIPHON_EXPORT void antiphon_workspace_reset_peak(CountingAllocator* workspace) { Named(workspace).ResetPeak(); }
+
+ANTIPHON_EXPORT void antiphon_workspace_set_limit(CountingAllocator* workspace, uint64_t bytes) {
+  Named(workspace).SetLimit(bytes);
+}
+
+ANTIPHON_EXPORT void antiphon_workspace_trim(CountingAllocator* workspace) { Named(workspace).Trim(); }

@@ -1,0 +1,42 @@
+"""Embedding of tokens and their positions.
+
+Axes: N packed tokens, M model width, V vocabulary, P positions.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from antiphon.ops.operator import Attribute, Input, Operator, Output, PackedWeight
+from antiphon.ops.operators import packed_weights
+from antiphon.ops.torch_registration import register
+
+EMBED = Operator(
+    name="embed",
+    purpose="scale * weight[id] + position_table[position] (Vaswani et al. 2017, sections 3.4 and 3.5).",
+    inputs=(
+        Input("input_ids", "int64", "N", "token ids"),
+        Input("positions", "int32", "N", "position of each token in its sequence"),
+        Input("weight", "float", "V, M", "vector of each token of the vocabulary"),
+        Input("position_table", "float", "P, M", "vector of each position", optional=True),
+    ),
+    attributes=(Attribute("scale", float, "factor of the token vectors"),),
+    outputs=(Output("out", "float", "N, M", "embedded tokens"),),
+    shapes=lambda given: [(given["input_ids"].shape[0], given["weight"].shape[1])],
+    weights=(
+        PackedWeight(
+            sizes=("vocab", "width"),
+            # An embedding reads single rows, so it needs no column sums.
+            parts={"float32": packed_weights.FLOAT32, "int8": packed_weights.INT8[:2]},
+        ),
+    ),
+)
+
+
+@register(EMBED)
+def embed(
+    input_ids: Tensor, positions: Tensor, weight: Tensor, position_table: Tensor | None, *, scale: float
+) -> Tensor:
+    """Return the embedding of every token."""
+    vectors = weight[input_ids] * scale
+    return vectors if position_table is None else vectors + position_table[positions.long()]

@@ -1,0 +1,76 @@
+"""The last operator of a decoder step: it samples the next tokens from hidden states and never returns logits.
+
+The inputs after `positions` are the fields of `SamplingArrays`, the outputs are those of `Samples` (sampling.py), in
+their order. A sample depends on its own hidden state, parameters, seed and position only. The widths of float_params
+and int_params are free, so that a graph also accepts parameters that were added after its export.
+
+Axes: N packed tokens; K samples, F and I float and integer parameters, E edits, M model width, V vocabulary, k
+candidates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from antiphon.ops.operator import Input, Operator, Output, PackedWeight, Shape
+from antiphon.ops.operators import packed_weights
+from antiphon.ops.sampling import FLOAT_PARAMS, INT_PARAMS, SamplingArrays
+from antiphon.ops.sampling import sample as sample_in_numpy
+from antiphon.ops.torch_registration import register
+
+PARAMS = (
+    Input("picks", "int32", "K", "the new token that each sample follows, by index"),
+    Input("float_params", "float", "K, F", "of each sample: " + ", ".join(FLOAT_PARAMS)),
+    Input("int_params", "int64", "K, I", "of each sample: " + ", ".join(INT_PARAMS)),
+    Input("edit_offsets", "int32", "K + 1", "sample i has the edits edit_offsets[i] to edit_offsets[i + 1] - 1"),
+    Input("edit_ids", "int32", "E", "token of each edit"),
+    Input("edit_values", "float", "E, 3", "bias, penalty and shift of each edit"),
+)
+
+OUTPUTS = (
+    Output("token_ids", "int64", "K", "tokens; -1 where logits are not finite, -2 where every token is forbidden"),
+    Output("logprobs", "float", "K", "their log-probabilities"),
+    Output("top_ids", "int64", "K, k", "candidates, likeliest first; -1 beyond the last"),
+    Output("top_logprobs", "float", "K, k", "log-probabilities of the candidates"),
+    Output("top_scores", "float", "K, k", "log-probabilities of the candidates after the edits"),
+)
+
+
+def _shapes(given: Mapping[str, Any]) -> Sequence[Shape]:
+    """Return the shapes of the outputs; k is in the data: the largest of num_logprobs, at least 0."""
+    count, candidates = given["picks"].shape[0], torch.library.get_ctx().new_dynamic_size()
+    return [(count,), (count,), *[(count, candidates)] * 3]
+
+
+SAMPLE = Operator(
+    name="sample",
+    purpose="Sample K tokens, each from the logits hidden weight^T + bias of one new token.",
+    inputs=(
+        Input("hidden", "float", "N, M", "states of the new tokens"),
+        Input("weight", "float", "V, M", "the product over the vocabulary"),
+        Input("positions", "int32", "N", "positions of the new tokens, counters of the random numbers"),
+        *PARAMS,
+        Input("bias", "float", "V", "added to the logits", optional=True),
+    ),
+    outputs=OUTPUTS,
+    shapes=_shapes,
+    weights=(PackedWeight(sizes=("vocab",), parts={"float32": packed_weights.FLOAT32, "int8": packed_weights.INT8}),),
+)
+
+
+@register(SAMPLE)
+def sample(hidden: Tensor, weight: Tensor, positions: Tensor, *params_and_bias: Tensor | None) -> tuple[Tensor, ...]:
+    """Compute the logits and sample as `sample` of sampling.py does."""
+    *params, bias = params_and_bias
+    held = zip(PARAMS, params, strict=True)
+    sampling = SamplingArrays(**{declared.name: tensor.numpy() for declared, tensor in held if tensor is not None})
+    picked = sampling.picks.astype(np.int64)
+    logits = functional.linear(hidden[picked], weight, bias)
+    samples = sample_in_numpy(logits.numpy(), sampling, positions.numpy()[picked])
+    return tuple(torch.from_numpy(getattr(samples, output.name)) for output in OUTPUTS)

@@ -1,0 +1,255 @@
+"""Whole sublayers as one operator each: products, attention or activation, residual sum and the norm after it.
+
+The native kernels save nodes and tensors. Each reference calls the separate operators, whose kernels compute the same
+bits.
+
+Axes: N packed tokens, M model width; F outputs of the first product of a feed-forward layer, G inputs of the second
+one, which is F / 2 with a gate; B sources, R rows, X and Y widths of block tables, H heads, D head width, P positions.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from antiphon.ops.activations import ACTIVATIONS
+from antiphon.ops.operator import Attribute, Input, Operator, Output, PackedWeight
+from antiphon.ops.operators import packed_weights
+from antiphon.ops.operators.add_norm import ADD_NORM, add_norm
+from antiphon.ops.operators.linear import gate, linear
+from antiphon.ops.operators.packed_attention import PACKED_ATTENTION, packed_attention
+from antiphon.ops.operators.paged_attention import (
+    PAGED_CROSS_ATTENTION,
+    PAGED_SELF_ATTENTION,
+    paged_cross_attention,
+    paged_self_attention,
+)
+from antiphon.ops.operators.rotary import rotary
+from antiphon.ops.torch_registration import register
+
+_PARTS = {"float32": packed_weights.FLOAT32, "int8": packed_weights.INT8, "int4": packed_weights.INT4}
+_STATES = (
+    Input("x", "float", "N, M", "input of the sublayer"),
+    Input("residual", "float", "N, M", "added to its result; the same as x if norms come after sums"),
+)
+_NORM = (
+    Input("norm_weight", "float", "M", "factor of the norm", optional=True),
+    Input("norm_bias", "float", "M", "added to the norm", optional=True),
+)
+_OUTPUTS = (
+    Output("normed", "float", "N, M", "norm of the sum: input of the next sublayer"),
+    Output("sum", "float", "N, M", "residual + result of the sublayer"),
+)
+
+
+def _weight(prefix: str, axes: str, width: str, meaning: str) -> tuple[Input, Input]:
+    """Return the inputs of a product's weight and bias."""
+    return (
+        Input(f"{prefix}_weight", "float", axes, meaning),
+        Input(f"{prefix}_bias", "float", width, "added to every row", optional=True),
+    )
+
+
+FEED_FORWARD_SUBLAYER = Operator(
+    name="feed_forward_sublayer",
+    purpose="norm(residual + feed-forward layer of x) (Vaswani et al. 2017, section 3.3).",
+    inputs=(
+        *_STATES,
+        *_weight("inner", "F, M", "F", "first product"),
+        *_weight("outer", "M, G", "M", "second product"),
+        *_NORM,
+    ),
+    attributes=(
+        Attribute("activation", str, f"one of {', '.join(ACTIVATIONS)}"),
+        Attribute("gated", bool, "the second half of the first product is multiplied by its activated first half"),
+        *ADD_NORM.attributes,
+    ),
+    outputs=_OUTPUTS,
+    shapes=lambda given: [given["x"].shape, given["x"].shape],
+    weights=(
+        PackedWeight(name="inner_weight", sizes=("inner_width",), parts=_PARTS),
+        PackedWeight(name="outer_weight", sizes=(), parts=_PARTS),
+    ),
+)
+
+PACKED_ATTENTION_SUBLAYER = Operator(
+    name="packed_attention_sublayer",
+    purpose="norm(residual + attention of each packed sequence over itself).",
+    inputs=(
+        *_STATES,
+        *_weight("qkv", "3 H D, M", "3 H D", "product to queries, keys and values"),
+        *_weight("out", "M, H D", "M", "product after the attention"),
+        *_NORM,
+        *PACKED_ATTENTION.inputs[1:],
+    ),
+    attributes=(*PACKED_ATTENTION.attributes, *ADD_NORM.attributes),
+    outputs=_OUTPUTS,
+    shapes=lambda given: [given["x"].shape, given["x"].shape],
+    weights=(
+        PackedWeight(name="qkv_weight", sizes=("qkv_width",), parts=_PARTS),
+        PackedWeight(name="out_weight", sizes=(), parts=_PARTS),
+    ),
+)
+
+PAGED_SELF_ATTENTION_SUBLAYER = Operator(
+    name="paged_self_attention_sublayer",
+    purpose="norm(residual + attention of each row's new tokens over its blocks, to which they are appended).",
+    inputs=(
+        *_STATES,
+        *_weight("qkv", "3 H D, M", "3 H D", "product to queries, keys and values"),
+        *_weight("out", "M, H D", "M", "product after the attention"),
+        *_NORM,
+        *PAGED_SELF_ATTENTION.inputs[1:],
+        Input("rotary_table", "float", "P, D", "table of the operator rotary", optional=True),
+    ),
+    attributes=(*PAGED_SELF_ATTENTION.attributes, *ADD_NORM.attributes),
+    outputs=(*_OUTPUTS, PAGED_SELF_ATTENTION.outputs[1]),
+    shapes=lambda given: [given["x"].shape, given["x"].shape, given["cache"].shape],
+    weights=(
+        PackedWeight(name="qkv_weight", sizes=("qkv_width",), parts=_PARTS),
+        PackedWeight(name="out_weight", sizes=(), parts=_PARTS),
+    ),
+)
+
+PAGED_CROSS_ATTENTION_SUBLAYER = Operator(
+    name="paged_cross_attention_sublayer",
+    purpose="norm(residual + attention of each row's new tokens over its source).",
+    inputs=(
+        *_STATES,
+        *_weight("query", "H D, M", "H D", "product to queries"),
+        *_weight("out", "M, H D", "M", "product after the attention"),
+        *_NORM,
+        *PAGED_CROSS_ATTENTION.inputs[1:],
+    ),
+    attributes=(*PAGED_CROSS_ATTENTION.attributes, *ADD_NORM.attributes),
+    outputs=_OUTPUTS,
+    shapes=lambda given: [given["x"].shape, given["x"].shape],
+    weights=(
+        PackedWeight(name="query_weight", sizes=("query_width",), parts=_PARTS),
+        PackedWeight(name="out_weight", sizes=(), parts=_PARTS),
+    ),
+)
+
+
+@register(FEED_FORWARD_SUBLAYER)
+def feed_forward_sublayer(
+    x: Tensor,
+    residual: Tensor,
+    inner_weight: Tensor,
+    inner_bias: Tensor | None,
+    outer_weight: Tensor,
+    outer_bias: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    *,
+    activation: str,
+    gated: bool,
+    epsilon: float,
+    kind: str,
+) -> tuple[Tensor, Tensor]:
+    """Multiply, activate or gate, multiply, add and normalise."""
+    inner = linear(x, inner_weight, inner_bias, activation="none" if gated else activation)
+    states = gate(inner, activation=activation) if gated else inner
+    outer = linear(states, outer_weight, outer_bias, activation="none")
+    return add_norm(outer, residual, norm_weight, norm_bias, epsilon=epsilon, kind=kind)  # type: ignore[no-any-return]
+
+
+@register(PACKED_ATTENTION_SUBLAYER)
+def packed_attention_sublayer(
+    x: Tensor,
+    residual: Tensor,
+    qkv_weight: Tensor,
+    qkv_bias: Tensor | None,
+    out_weight: Tensor,
+    out_bias: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    offsets: Tensor,
+    bias_table: Tensor | None,
+    slopes: Tensor | None,
+    *,
+    num_heads: int,
+    scale: float,
+    causal: bool,
+    epsilon: float,
+    kind: str,
+) -> tuple[Tensor, Tensor]:
+    """Multiply, attend, multiply, add and normalise."""
+    qkv = linear(x, qkv_weight, qkv_bias, activation="none")
+    attended = packed_attention(qkv, offsets, bias_table, slopes, num_heads=num_heads, scale=scale, causal=causal)
+    out = linear(attended, out_weight, out_bias, activation="none")
+    return add_norm(out, residual, norm_weight, norm_bias, epsilon=epsilon, kind=kind)  # type: ignore[no-any-return]
+
+
+@register(PAGED_SELF_ATTENTION_SUBLAYER)
+def paged_self_attention_sublayer(
+    x: Tensor,
+    residual: Tensor,
+    qkv_weight: Tensor,
+    qkv_bias: Tensor | None,
+    out_weight: Tensor,
+    out_bias: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    cache: Tensor,
+    block_tables: Tensor,
+    offsets: Tensor,
+    positions: Tensor,
+    bias_table: Tensor | None,
+    slopes: Tensor | None,
+    rotary_table: Tensor | None,
+    *,
+    num_heads: int,
+    scale: float,
+    layer: int,
+    epsilon: float,
+    kind: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Multiply, rotate where there is a table, append and attend in a copy of the cache, multiply, add, normalise."""
+    qkv = linear(x, qkv_weight, qkv_bias, activation="none")
+    if rotary_table is not None:
+        qkv = rotary(qkv, positions, rotary_table, num_heads=num_heads)
+    attended, present = paged_self_attention(
+        qkv,
+        cache,
+        block_tables,
+        offsets,
+        positions,
+        bias_table,
+        slopes,
+        num_heads=num_heads,
+        scale=scale,
+        layer=layer,
+    )
+    out = linear(attended, out_weight, out_bias, activation="none")
+    normed, total = add_norm(out, residual, norm_weight, norm_bias, epsilon=epsilon, kind=kind)
+    return normed, total, present
+
+
+@register(PAGED_CROSS_ATTENTION_SUBLAYER)
+def paged_cross_attention_sublayer(
+    x: Tensor,
+    residual: Tensor,
+    query_weight: Tensor,
+    query_bias: Tensor | None,
+    out_weight: Tensor,
+    out_bias: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    cache: Tensor,
+    block_tables: Tensor,
+    offsets: Tensor,
+    source_lens: Tensor,
+    *,
+    num_heads: int,
+    scale: float,
+    layer: int,
+    epsilon: float,
+    kind: str,
+) -> tuple[Tensor, Tensor]:
+    """Multiply, attend, multiply, add and normalise."""
+    query = linear(x, query_weight, query_bias, activation="none")
+    attended = paged_cross_attention(
+        query, cache, block_tables, offsets, source_lens, num_heads=num_heads, scale=scale, layer=layer
+    )
+    out = linear(attended, out_weight, out_bias, activation="none")
+    return add_norm(out, residual, norm_weight, norm_bias, epsilon=epsilon, kind=kind)  # type: ignore[no-any-return]

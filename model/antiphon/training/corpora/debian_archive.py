@@ -1,0 +1,75 @@
+"""Debian packages: fetched by apt-get from the machine's own archive, verified and unpacked in memory."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import subprocess
+import tarfile
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from antiphon.training.corpora.package_list import CorpusError, DebianPackage
+
+
+def fetch(package: DebianPackage, folder: Path) -> Path:
+    """Return the package's .deb in `folder`, downloaded if it is not there.
+
+    Raises CorpusError if apt-get is missing or does not find this version, or if the file has another SHA-256.
+    """
+    found = _in(folder, package)
+    if found is None:
+        folder.mkdir(parents=True, exist_ok=True)
+        _run(["apt-get", "download", "-q", f"{package.name}={package.version}"], package, cwd=folder)
+        found = _in(folder, package)
+    if found is None:
+        raise CorpusError(f"{package.name} {package.version}: apt-get wrote no file to {folder}")
+    digest = hashlib.sha256(found.read_bytes()).hexdigest()
+    if digest != package.sha256:
+        raise CorpusError(f"{found} has sha256 {digest[:12]}..., the list names {package.sha256[:12]}...")
+    return found
+
+
+def members(package: DebianPackage, path: Path) -> Iterator[tuple[str, bytes]]:
+    """Yield path and contents of the package's files that match its patterns, sorted; gzip is decompressed.
+
+    Raises CorpusError if the file is no Debian package, or if no file matches.
+    """
+    contents = {}
+    with subprocess.Popen(["dpkg-deb", "--fsys-tarfile", str(path)], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        try:
+            with tarfile.open(fileobj=process.stdout, mode="r|") as archive:
+                for member in archive:
+                    name = member.name.removeprefix("./")
+                    stream = archive.extractfile(member) if member.isreg() and _matches(package, name) else None
+                    if stream is not None:
+                        contents[name] = stream.read()
+        except tarfile.TarError as error:
+            raise CorpusError(f"{path} is not a Debian package: {error}") from None
+    if not contents:
+        raise CorpusError(f"{path} has no file that matches {', '.join(package.files)}")
+    for name in sorted(contents):
+        yield name, gzip.decompress(contents[name]) if name.endswith(".gz") else contents[name]
+
+
+def _matches(package: DebianPackage, name: str) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in package.files)
+
+
+def _in(folder: Path, package: DebianPackage) -> Path | None:
+    # apt-get writes the colon of an epoch as %3a.
+    return next(iter(sorted(folder.glob(f"{package.name}_{package.version.replace(':', '%3a')}_*.deb"))), None)
+
+
+def _run(command: list[str], package: DebianPackage, cwd: Path) -> None:
+    try:
+        subprocess.run(command, cwd=cwd, check=True, capture_output=True, text=True)
+    except FileNotFoundError:
+        raise CorpusError(f"{command[0]} is not installed; a machine with Debian is needed to fetch packages") from None
+    except subprocess.CalledProcessError as error:
+        last = (error.stderr.strip().splitlines() or [""])[-1]
+        raise CorpusError(
+            f"{package.name} {package.version} was not downloaded: {last}; put its .deb into {cwd}"
+        ) from None

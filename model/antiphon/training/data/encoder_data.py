@@ -1,0 +1,79 @@
+"""Examples and batches for the heads of an encoder: token ids and labels as padded tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from antiphon.architecture.heads import FIRST_TOKEN_TASKS, Task
+from antiphon.training.data.translation_data import IGNORED_LABEL, rounded, rows_of
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EncoderExample:
+    """Token ids of a text or pair with its special tokens, and the labels of each task.
+
+    labels: one label, or one for each token. A task that is not in `labels` does not learn from the example.
+    """
+
+    ids: Sequence[int]
+    type_ids: Sequence[int]
+    labels: Mapping[Task, int | list[int]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EncoderBatch:
+    """Padded tensors: ids, type_ids [B, S] int64, lens [B] int32.
+
+    labels: for each task [B] or [B, S] int64; IGNORED_LABEL where there is no label.
+    """
+
+    ids: Tensor
+    type_ids: Tensor
+    lens: Tensor
+    labels: dict[Task, Tensor]
+
+    def to(self, device: torch.device) -> EncoderBatch:
+        """Return the batch on a device."""
+        return replace(
+            self,
+            ids=self.ids.to(device),
+            type_ids=self.type_ids.to(device),
+            lens=self.lens.to(device),
+            labels={task: labels.to(device) for task, labels in self.labels.items()},
+        )
+
+    @property
+    def counts(self) -> Tensor:
+        """Number of labels of each of K tasks, [K] float64."""
+        return torch.stack([(labels != IGNORED_LABEL).sum() for labels in self.labels.values()]).double()
+
+
+def collate(
+    examples: Sequence[EncoderExample], tasks: Sequence[Task], pad_id: int, batch_tokens: int, max_len: int
+) -> EncoderBatch:
+    """Pad the examples of one planned batch.
+
+    Lengths and rows are rounded up, so that there are few different shapes. Added rows have no labels. max_len limits
+    the length, in tokens.
+    """
+    longest = max(len(example.ids) for example in examples)
+    rows, length = max(len(examples), rows_of(longest, batch_tokens)), min(rounded(longest), max_len)
+    ids, type_ids = torch.full((rows, length), pad_id), torch.zeros((rows, length), dtype=torch.int64)
+    lens = torch.ones(rows, dtype=torch.int32)
+    labels = {
+        task: torch.full((rows,) if task in FIRST_TOKEN_TASKS else (rows, length), IGNORED_LABEL) for task in tasks
+    }
+    for row, example in enumerate(examples):
+        lens[row] = len(example.ids)
+        ids[row, : len(example.ids)] = torch.tensor(example.ids)
+        type_ids[row, : len(example.ids)] = torch.tensor(example.type_ids)
+        for task, label in example.labels.items():
+            if isinstance(label, int):
+                labels[task][row] = label
+            else:
+                labels[task][row, : len(label)] = torch.tensor(label)
+    return EncoderBatch(ids=ids, type_ids=type_ids, lens=lens, labels=labels)

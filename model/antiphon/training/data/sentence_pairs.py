@@ -1,0 +1,105 @@
+"""Next-sentence pairs from documents; half of them have a second part from another document.
+
+Devlin et al. 2019, appendix A.2. Two choices differ from BERT's tools, so that neither the length nor the kind of
+document tells which pairs are random: the random part is as long as the real continuation would be, and it begins at a
+random sentence of all other documents, not at one of a random document. Works on token ids only.
+"""
+
+from __future__ import annotations
+
+import random
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from antiphon.training.data.token_documents import TokenDocuments
+
+SHORT_SHARE = 0.1  # share of shorter pairs, because texts of later tasks are short (appendix A.2)
+
+
+@dataclass(frozen=True, slots=True)
+class SentencePair:
+    """Two parts, each one or more consecutive sentences unless truncated: token indices [start, end)."""
+
+    first_start: int
+    first_end: int
+    second_start: int
+    second_end: int
+    is_next: bool
+
+    def __len__(self) -> int:
+        return self.first_end - self.first_start + self.second_end - self.second_start
+
+    def tokens(self, documents: TokenDocuments) -> tuple[Sequence[int], Sequence[int]]:
+        """Return the token ids of both parts."""
+        tokens = documents.tokens
+        return tokens[self.first_start : self.first_end], tokens[self.second_start : self.second_end]
+
+
+def sentence_pairs(documents: TokenDocuments, max_tokens: int, seed: int) -> list[SentencePair]:
+    """Return pairs of at most max_tokens tokens, from one pass through every document.
+
+    Sentences of a document are collected until they have max_tokens tokens, or fewer for one pair in ten. A random
+    number of them is the first part. In half of the pairs the remaining sentences are the second part. In the other
+    half the second part comes from another document, and the remaining sentences are used for the next pair.
+    Raises ValueError for fewer than two documents or max_tokens below 2.
+    """
+    if len(documents) < 2 or max_tokens < 2:
+        raise ValueError(f"{len(documents)} documents and max_tokens={max_tokens}; both must be at least 2 for pairs")
+    chance = random.Random(seed)
+    starts = documents.sentence_starts
+    pairs = []
+    for index in range(len(documents)):
+        sentences = documents.sentences_of(index)
+        start = sentences.start
+        while start < sentences.stop - 1:
+            target = chance.randint(2, max_tokens) if chance.random() < SHORT_SHARE else max_tokens
+            end = _end(documents, start, target, at_least=2, stop=sentences.stop)
+            split = chance.randint(start + 1, end - 1)
+            is_next = chance.random() < 0.5
+            first, second = (starts[start], starts[split]), (starts[split], starts[end])
+            if not is_next:
+                second = _unrelated(documents, sentences, second[1] - second[0], chance)
+            pairs.append(SentencePair(*_truncated(first, second, max_tokens, chance), is_next))
+            start = end if is_next else split
+    return pairs
+
+
+def _end(documents: TokenDocuments, start: int, num_tokens: int, *, at_least: int, stop: int) -> int:
+    """Return the end of the sentences from start on that have num_tokens tokens, or of the document."""
+    starts = documents.sentence_starts
+    reached = bisect_left(starts, starts[start] + num_tokens, start + at_least, stop)
+    return min(reached, stop)
+
+
+def _unrelated(documents: TokenDocuments, sentences: range, num_tokens: int, chance: random.Random) -> tuple[int, int]:
+    """Return the tokens [start, end) of sentences of another document from a random sentence on.
+
+    They end at the end of the sentence that is nearest to num_tokens tokens: ending at the next one would make random
+    parts longer than real ones.
+    """
+    starts = documents.sentence_starts
+    drawn = chance.randrange(documents.num_sentences - len(sentences))
+    start = drawn if drawn < sentences.start else drawn + len(sentences)
+    stop = documents.sentences_of(documents.document_of(start)).stop
+    end = _end(documents, start, num_tokens, at_least=1, stop=stop)
+    wanted = starts[start] + num_tokens
+    if end - start > 1 and wanted - starts[end - 1] < starts[end] - wanted:
+        end -= 1
+    return starts[start], starts[end]
+
+
+def _truncated(
+    first: tuple[int, int], second: tuple[int, int], max_tokens: int, chance: random.Random
+) -> tuple[int, int, int, int]:
+    """Return both parts; tokens are removed from a random end of the longer part until both fit."""
+    spans = [list(first), list(second)]
+    lens = [first[1] - first[0], second[1] - second[0]]
+    while sum(lens) > max_tokens:
+        longer = 0 if lens[0] >= lens[1] else 1
+        lens[longer] -= 1
+        if chance.random() < 0.5:
+            spans[longer][0] += 1
+        else:
+            spans[longer][1] -= 1
+    return spans[0][0], spans[0][1], spans[1][0], spans[1][1]

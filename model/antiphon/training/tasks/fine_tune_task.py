@@ -1,0 +1,188 @@
+"""Fine-tuning of a trained encoder for labels of texts (classify) or of words (tag).
+
+Devlin et al. 2019, sections 3.2 and 5.3. Encoder and head are trained, or only the new head with a frozen encoder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from antiphon.architecture.config import ModelConfig
+from antiphon.architecture.heads import HeadConfig
+from antiphon.bundle.manifest import Provenance
+from antiphon.checkpoints.checkpoint import CheckpointError
+from antiphon.ops.attention import Backend
+from antiphon.text.template import fill, num_before
+from antiphon.training.data.encoder_data import EncoderBatch, EncoderExample, collate
+from antiphon.training.data.few_examples import few_examples
+from antiphon.training.data.text_files import (
+    Labelled,
+    Part,
+    Parts,
+    Tagged,
+    read_labelled,
+    read_parts,
+    read_tagged,
+)
+from antiphon.training.data.translation_data import IGNORED_LABEL, plan_lengths
+from antiphon.training.data.word_tags import OUTSIDE, first_tags, inside, token_tags, words_of_tokens
+from antiphon.training.recipe import FineTuneRecipe, RecipeError
+from antiphon.training.tasks.encoder_loss import EncoderLoss, label_accuracy
+from antiphon.training.tasks.span_f1 import span_score
+from antiphon.training.tasks.training_task import RunFolders, provenance_of, run_tokenizer
+from antiphon.transformer.transformer import Transformer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LabelledBatches:
+    """Planned batches of one epoch of labelled texts."""
+
+    examples: Sequence[EncoderExample]
+    plan: list[list[int]]
+    config: ModelConfig
+    batch_tokens: int
+
+    def __len__(self) -> int:
+        return len(self.plan)
+
+    def __getitem__(self, index: int) -> EncoderBatch:
+        chosen = [self.examples[i] for i in self.plan[index]]
+        task = self.config.heads[0].task
+        return collate(chosen, [task], self.config.pad_id, self.batch_tokens, self.config.max_source_len)
+
+
+class FineTuneTask:
+    """TrainingTask with the initial checkpoint's encoder and one new head."""
+
+    num_losses = 1
+
+    def __init__(self, recipe: FineTuneRecipe, folders: RunFolders) -> None:
+        init = folders.init
+        if init is None:
+            raise RecipeError(f"recipe {recipe.name!r} has task {recipe.task!r}: --init must name the encoder to train")
+        if init.config.architecture != "encoder":
+            raise CheckpointError(f"--init: architecture={init.config.architecture!r}; it must be 'encoder'")
+        self.recipe = recipe
+        self.folders = folders
+        self.init = init
+        self.text = init.text
+        self.tokenizer = run_tokenizer(folders, lambda: init.tokenizer)
+        parts: Parts[Labelled] | Parts[Tagged]
+        if recipe.task == "classify":
+            parts = read_parts(folders.data, recipe.data, read_labelled)
+        else:
+            parts = read_parts(folders.data, recipe.data, read_tagged)
+        self.items: dict[Part, Sequence[Labelled | Tagged]] = {
+            "train": parts.train,
+            "valid": parts.valid,
+            "test": parts.test,
+        }
+        self.labels = self._labels()
+        self.config = self._config()
+        if recipe.data.max_train_examples is not None:
+            count, seed = recipe.data.max_train_examples, recipe.train.seed
+            self.items["train"] = few_examples(self.items["train"], count, seed)
+        self.examples = {part: [self._encode(item) for item in items] for part, items in self.items.items()}
+
+    def _labels(self) -> tuple[str, ...]:
+        """Return the sorted labels of the whole training part, O first. Raises RecipeError if another part has more."""
+        labels = {part: {label for item in items for label in _labels_of(item)} for part, items in self.items.items()}
+        for part, found in labels.items():
+            if unknown := sorted(found - labels["train"]):
+                raise RecipeError(f"data.{part} has labels that data.train does not have: {', '.join(unknown[:5])}")
+        return tuple(sorted(labels["train"], key=lambda label: (label != OUTSIDE, label)))
+
+    def _config(self) -> ModelConfig:
+        config = self.init.config
+        transform = dict(transform_width=config.d_model, activation="tanh") if self.recipe.task == "classify" else {}
+        head = HeadConfig.model_validate(dict(task=self.recipe.task, labels=self.labels, **transform))
+        dropout = config.dropout if self.recipe.dropout is None else self.recipe.dropout
+        return ModelConfig.model_validate({**config.model_dump(), "heads": (head,), "dropout": dropout})
+
+    @property
+    def _max_text_tokens(self) -> int:
+        """Maximum number of a text's own tokens, without the template's."""
+        return self.config.max_source_len - len(self.text.template) + 1
+
+    def _encode(self, item: Labelled | Tagged) -> EncoderExample:
+        """Return the source tokens of a text, truncated to the model's length, with the label or the tags."""
+        limit = self._max_text_tokens
+        if isinstance(item, Labelled):
+            ids, type_ids = fill(self.text, self.tokenizer.encode(item.text)[:limit])
+            return EncoderExample(ids=ids, type_ids=type_ids, labels={"classify": self.labels.index(item.label)})
+        encoding = self.tokenizer.encode_source(item.text)
+        ids, type_ids = fill(self.text, encoding.ids[:limit])
+        before = num_before(self.text)
+        labels = [IGNORED_LABEL] * len(ids)
+        for place, tag in enumerate(token_tags(item, encoding.offsets)[:limit], start=before):
+            if tag is not None:
+                labels[place] = self.labels.index(tag)
+        return EncoderExample(ids=ids, type_ids=type_ids, labels={"tag": labels})
+
+    @property
+    def provenance(self) -> Provenance:
+        """Origin of data and initial weights, see TrainingTask."""
+        return provenance_of(self.recipe, self.init)
+
+    def make_model(self, backend: Backend) -> Transformer:
+        """Return the model to train, see TrainingTask.
+
+        The head's output layer is always new. For texts the dense layer before it continues from that of the
+        pre-trained head for next sentences, if there is one: it is BERT's pooler.
+        """
+        model = Transformer(self.config, attention_backend=backend)
+        if self.folders.keep_weights:
+            assert model.encoder is not None
+            assert self.init.model.encoder is not None
+            model.encoder.load_state_dict(self.init.model.encoder.state_dict())
+            if self.recipe.task == "classify" and "next_sentence" in self.init.model.heads:
+                pooler = self.init.model.get_submodule("heads.next_sentence.transform")
+                model.get_submodule("heads.classify.transform").load_state_dict(pooler.state_dict())
+        return model
+
+    def make_loss(self, model: Transformer) -> nn.Module:
+        """Return the loss of the head, see TrainingTask."""
+        return EncoderLoss(model, freeze_encoder=self.recipe.freeze_encoder)
+
+    def batches(self, part: Part, seed: int) -> LabelledBatches:
+        """Return the batches of one epoch, see TrainingTask."""
+        examples, batch_tokens = self.examples[part], self.recipe.train.batch_tokens
+        plan = plan_lengths([(len(e.ids), 0) for e in examples], batch_tokens, seed)
+        return LabelledBatches(examples=examples, plan=plan, config=self.config, batch_tokens=batch_tokens)
+
+    def scores(self, model: Transformer, part: Part) -> dict[str, float]:
+        """Return the accuracy for texts; precision, recall and F1 of entities for words (span_f1.py)."""
+        batches = self.batches(part, 0)
+        if self.recipe.task == "classify":
+            accuracy = label_accuracy(model, (batches[index] for index in range(len(batches))))
+            return {"accuracy": accuracy["classify_accuracy"], "texts": len(self.items[part])}
+        pairs = list(self._tags(model, part, batches))
+        score = span_score([expected for expected, _ in pairs], [found for _, found in pairs])
+        return {"precision": score.precision, "recall": score.recall, "f1": score.f1, "entities": score.expected}
+
+    @torch.no_grad()
+    def _tags(
+        self, model: Transformer, part: Part, batches: LabelledBatches
+    ) -> Iterator[tuple[Sequence[str], Sequence[str]]]:
+        """Yield expected and predicted tags of each sentence; truncated words get the tag O."""
+        device = next(model.parameters()).device
+        before, limit = num_before(self.text), self._max_text_tokens
+        for number, members in enumerate(batches.plan):
+            batch = batches[number].to(device)
+            states = model.encode(batch.ids, batch.lens, batch.type_ids)
+            chosen = model.read_out("tag", states).argmax(dim=-1).tolist()
+            for row, index in enumerate(members):
+                item = self.items[part][index]
+                assert isinstance(item, Tagged)
+                words = words_of_tokens(item.words, self.tokenizer.encode_source(item.text).offsets)[:limit]
+                tags = [self.labels[label] for label in chosen[row][before : before + len(words)]]
+                yield item.tags, first_tags(words, tags, len(item.words))
+
+
+def _labels_of(item: Labelled | Tagged) -> tuple[str, ...]:
+    """Return the labels that an item needs: its label, or its tags together with the I- tag of each B- tag."""
+    return (item.label,) if isinstance(item, Labelled) else (*item.tags, *(inside(tag) for tag in item.tags))

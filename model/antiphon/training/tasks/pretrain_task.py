@@ -1,0 +1,208 @@
+"""Pre-training of an encoder: masked tokens and next-sentence prediction (Devlin et al. 2019, section 3.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from antiphon.architecture.config import ModelConfig
+from antiphon.architecture.heads import HeadConfig, Task
+from antiphon.checkpoints.checkpoint import CheckpointError
+from antiphon.ops.attention import Backend
+from antiphon.text import word_piece
+from antiphon.text.template import fill
+from antiphon.text.tokenizer import MASK_TOKEN, Tokenizer, encoder_format
+from antiphon.training.data.encoder_data import EncoderBatch, EncoderExample, collate
+from antiphon.training.data.masking import Masking
+from antiphon.training.data.pretrain_examples import PretrainExamples
+from antiphon.training.data.sentence_pairs import SentencePair, sentence_pairs
+from antiphon.training.data.sentence_runs import SentenceRun, sentence_runs
+from antiphon.training.data.text_files import Part, is_held_out, read_documents, read_texts
+from antiphon.training.data.token_documents import TokenDocuments
+from antiphon.training.data.translation_data import plan_lengths
+from antiphon.training.recipe import PretrainRecipe, RecipeError
+from antiphon.training.tasks.encoder_loss import EncoderLoss, label_accuracy
+from antiphon.training.tasks.training_task import RunFolders, TransformerTask, run_tokenizer
+from antiphon.transformer.neighbour_start import start_at_neighbours
+from antiphon.transformer.transformer import Transformer
+
+# Texts and documents of 1,000 that are held out for validation, and as many again for the final scores.
+HELD_OUT_PER_MILLE = 10
+
+
+def pretraining_heads(config: ModelConfig, *, pairs: bool) -> list[HeadConfig]:
+    """Return BERT's heads: fill_mask with the embedding as output, and next_sentence if `pairs`."""
+    width = config.resolved_embedding_width
+    heads = [HeadConfig(task="fill_mask", transform_width=width, activation="gelu", norm=True, tied=True)]
+    if pairs:
+        labels = ("is_next", "not_next")
+        heads.append(HeadConfig(task="next_sentence", labels=labels, transform_width=config.d_model, activation="tanh"))
+    return heads
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MaskedBatches:
+    """Planned batches of one epoch.
+
+    mask_seed: decides together with the batch's index which tokens are masked; with is_static together with the index
+        of each example, so that a text has the same mask in every batch.
+    """
+
+    examples: PretrainExamples
+    plan: list[list[int]]
+    mask_seed: int
+    is_static: bool
+    masking: Masking
+    tasks: tuple[Task, ...]
+    config: ModelConfig
+    batch_tokens: int
+
+    def __len__(self) -> int:
+        return len(self.plan)
+
+    def __getitem__(self, index: int) -> EncoderBatch:
+        if self.is_static:
+            return self._collate([self._masked(i) for i in self.plan[index]])
+        batch = self._collate([self.examples[i] for i in self.plan[index]])
+        ids, labels = self.masking.apply(batch.ids, hash((self.mask_seed, index)))
+        return replace(batch, ids=ids, labels={**batch.labels, "fill_mask": labels})
+
+    def _collate(self, chosen: Sequence[EncoderExample]) -> EncoderBatch:
+        return collate(chosen, self.tasks, self.config.pad_id, self.batch_tokens, self.config.max_source_len)
+
+    def _masked(self, number: int) -> EncoderExample:
+        example = self.examples[number]
+        ids, labels = self.masking.apply(torch.tensor([example.ids]), hash((self.mask_seed, number)))
+        return replace(example, ids=ids[0].tolist(), labels={**example.labels, "fill_mask": labels[0].tolist()})
+
+
+class PretrainTask(TransformerTask[PretrainRecipe]):
+    """TrainingTask that learns from texts; an initial checkpoint gives tokenizer, shape and weights with heads.
+
+    given: checkpoint whose tokenizer and text format are used; None: the task trains a tokenizer.
+    """
+
+    def __init__(self, recipe: PretrainRecipe, folders: RunFolders) -> None:
+        self.recipe = recipe
+        self.folders = folders
+        self.given = folders.init or folders.teacher
+        data = recipe.data
+        texts = list(dict.fromkeys(text for file in data.sentences for text in read_texts(folders.data, file)))
+        documents = [document for file in data.ordered for document in read_documents(folders.data, file)]
+        new_format = word_piece.FORMAT if recipe.tokenizer == "word_piece" else None
+        self.tokenizer = run_tokenizer(folders, lambda: self._train_tokenizer(texts, documents), new_format)
+        self.text = new_format or encoder_format(self.tokenizer) if self.given is None else self.given.text
+        self.config = self._config()
+        self.tasks = tuple(head.task for head in self.config.heads)
+        self.num_losses = len(self.tasks)
+        self.texts = self._encode(texts)
+        self.documents = self._split_documents(documents)
+        self.masking = self._masking()
+
+    def _train_tokenizer(self, texts: Sequence[str], documents: Sequence[Sequence[str]]) -> Tokenizer:
+        all_texts = [*texts, *(sentence for document in documents for sentence in document)]
+        if self.recipe.tokenizer == "word_piece":
+            return Tokenizer.train_word_piece(all_texts, self.recipe.vocab_size)
+        return Tokenizer.train(all_texts, self.recipe.vocab_size, extra_special=[MASK_TOKEN])
+
+    def _config(self) -> ModelConfig:
+        init = self.folders.init
+        if init is None:
+            plain = self.recipe.model_config_for(self.tokenizer.vocab_size)
+            heads = pretraining_heads(plain, pairs=self.recipe.has_pairs)
+            return self.recipe.model_config_for(self.tokenizer.vocab_size, heads)
+        learned = ("fill_mask", "next_sentence") if self.recipe.next_sentences else ("fill_mask",)
+        kept = tuple(head for head in init.config.heads if head.task in learned)
+        if "fill_mask" not in [head.task for head in kept]:
+            raise CheckpointError("--init: the model has no fill_mask head; pre-training needs one")
+        return ModelConfig.model_validate({**init.config.model_dump(), "heads": kept})
+
+    def _masking(self) -> Masking:
+        mask_id = self.text.mask_id
+        if mask_id is None:
+            raise CheckpointError(f"{self.folders.run}: the vocabulary has no mask token")
+        return Masking(
+            self.recipe.masking,
+            vocab_size=self.tokenizer.vocab_size,
+            special_ids=self.text.special_ids,
+            mask_id=mask_id,
+        )
+
+    def _encode(self, texts: Sequence[str]) -> dict[Part, list[EncoderExample]]:
+        """Return the examples of single texts, truncated to the model's length, for each part."""
+        limit = self.config.max_source_len - len(self.text.template) + 1
+        parts: dict[Part, list[EncoderExample]] = {"train": [], "valid": [], "test": []}
+        for text, ids in zip(texts, self.tokenizer.encode_batch(texts), strict=True):
+            if ids:
+                filled, type_ids = fill(self.text, ids[:limit])
+                parts[_part_of(text)].append(EncoderExample(ids=filled, type_ids=type_ids, labels={}))
+        return parts
+
+    def _split_documents(self, documents: Iterable[Sequence[str]]) -> dict[Part, TokenDocuments]:
+        """Return the documents as tokens; each document belongs to one part as a whole. Raises RecipeError."""
+        parts: dict[Part, TokenDocuments] = {part: TokenDocuments() for part in ("train", "valid", "test")}
+        for document in documents:
+            parts[_part_of(" ".join(document))].append(self.tokenizer.encode_batch(document))
+        counts = {part: len(found) for part, found in parts.items()}
+        if sum(counts.values()) and min(counts.values()) < 2:
+            raise RecipeError(
+                f"data.ordered has {sum(counts.values())} documents: too few, each part needs at least two; "
+                f"training {counts['train']}, validation {counts['valid']}, test {counts['test']}"
+            )
+        return parts
+
+    def _passages(self, part: Part, seed: int) -> list[SentencePair] | list[SentenceRun]:
+        documents = self.documents[part]
+        if not self.recipe.next_sentences:
+            return sentence_runs(documents, self.config.max_source_len - len(self.text.template) + 1)
+        if not len(documents) or "next_sentence" not in self.tasks or self.text.pair_template is None:
+            return []
+        return sentence_pairs(documents, self.config.max_source_len - len(self.text.pair_template) + 2, seed)
+
+    def make_model(self, backend: Backend) -> Transformer:
+        """Return the model to train, see TrainingTask."""
+        model = super().make_model(backend)
+        if self.recipe.neighbour_start and self.given is None:
+            assert model.encoder is not None
+            start_at_neighbours(model.encoder)
+        return model
+
+    def make_loss(self, model: Transformer) -> nn.Module:
+        """Return the loss of all heads, see TrainingTask."""
+        return EncoderLoss(model)
+
+    def batches(self, part: Part, seed: int) -> MaskedBatches:
+        """Return the batches of one epoch, see TrainingTask."""
+        copies = self.recipe.masking.copies
+        mask_seed = seed if copies is None else seed % copies
+        examples = PretrainExamples(
+            texts=self.texts[part],
+            passages=self._passages(part, mask_seed),
+            documents=self.documents[part],
+            text=self.text,
+        )
+        batch_tokens = self.recipe.train.batch_tokens
+        return MaskedBatches(
+            examples=examples,
+            plan=plan_lengths([(length, 0) for length in examples.lengths], batch_tokens, seed),
+            mask_seed=mask_seed,
+            is_static=copies is not None,
+            masking=self.masking,
+            tasks=self.tasks,
+            config=self.config,
+            batch_tokens=batch_tokens,
+        )
+
+    def scores(self, model: Transformer, part: Part) -> dict[str, float]:
+        """Return the accuracy of each head: `fill_mask_accuracy`, and with documents `next_sentence_accuracy`."""
+        batches = self.batches(part, 0)
+        return label_accuracy(model, (batches[index] for index in range(len(batches))))
+
+
+def _part_of(text: str) -> Part:
+    if is_held_out(text, HELD_OUT_PER_MILLE):
+        return "valid"
+    return "test" if is_held_out(text, 2 * HELD_OUT_PER_MILLE) else "train"

@@ -1,0 +1,269 @@
+"""Layers of the Transformer (Vaswani et al. 2017 and common variants); ModelConfig selects the variant.
+
+Normalisation, feed-forward, self-attention and cross-attention, residual connections, and the encoder and decoder
+layers built from them. A backend name selects the attention function: the eager reference, PyTorch's fused kernel for
+training, or this project's operators. Embeddings and stacks are in transformer.py.
+
+Axes: B batch, S source, T target, M model width, H heads, D head width, C cache capacity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
+from antiphon.architecture.config import ModelConfig
+from antiphon.ops.activations import ACTIVATIONS
+from antiphon.ops.attention import Backend, attention, cached_attention, sdpa_attention
+from antiphon.ops.disentangled import PositionProjections, position_scores
+from antiphon.transformer.dropout import Dropout
+from antiphon.transformer.positions import rotary_tables, rotate
+
+KV = tuple[Tensor, Tensor]
+Relative = tuple[Tensor, Tensor] | None
+
+
+def _attend(backend: Backend) -> Callable[..., Tensor]:
+    if backend == "fused":
+        from antiphon.ops.operators.fused_attention import attention as fused
+
+        return fused
+    return sdpa_attention if backend == "sdpa" else attention
+
+
+def _attend_cached(backend: Backend) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    if backend == "fused":
+        from antiphon.ops.operators.fused_attention import cached_attention as fused
+
+        return fused
+    return cached_attention
+
+
+def make_norm(config: ModelConfig, width: int | None = None) -> nn.Module:
+    """Return a LayerNorm (Ba et al. 2016) or RMSNorm (Zhang and Sennrich 2019) of this width, by default M.
+
+    The identity for norm="none".
+    """
+    if config.norm == "none":
+        return nn.Identity()
+    kind = nn.LayerNorm if config.norm == "layernorm" else nn.RMSNorm
+    return kind(width or config.d_model, eps=config.norm_eps)
+
+
+class FeedForward(nn.Module):
+    """Feed-forward act(x W1) W2, or gated (act(x W1) * (x V)) W2 with W1 and V in one matrix; [..., M] -> [..., M].
+
+    Vaswani et al. 2017, section 3.3; gated variants: Shazeer 2020.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.gated = config.gated
+        self.inner = nn.Linear(config.d_model, config.d_ff * (2 if config.gated else 1), bias=config.bias)
+        self.outer = nn.Linear(config.d_ff, config.d_model, bias=config.bias)
+        self.activation = ACTIVATIONS[config.activation]
+        self.dropout = Dropout(config.dropout if config.activation_dropout else 0.0)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Apply to hidden [..., M]; returns the same shape."""
+        inner = self.inner(hidden)
+        if self.gated:
+            gate, linear = inner.chunk(2, dim=-1)
+            return self.outer(self.dropout(self.activation(gate) * linear))  # type: ignore[no-any-return]
+        return self.outer(self.dropout(self.activation(inner)))  # type: ignore[no-any-return]
+
+
+class SelfAttention(nn.Module):
+    """Self-attention (Vaswani et al. 2017, section 3.2); one matrix of width 3 H D projects queries, keys, values."""
+
+    def __init__(self, config: ModelConfig, num_heads: int, *, causal: bool, backend: Backend) -> None:
+        super().__init__()
+        self.heads = (num_heads, config.resolved_head_dim)
+        width = num_heads * config.resolved_head_dim
+        self.scale = config.resolved_attention_scale
+        self.causal = causal
+        self.rope_theta = config.rope_theta if config.positions == "rope" else None
+        self.rope_scaling = config.rope_scaling
+        self.qkv = nn.Linear(config.d_model, 3 * width, bias=config.bias)
+        self.out = nn.Linear(width, config.d_model, bias=config.bias)
+        self.relative = PositionProjections(config, config.disentangled) if config.disentangled is not None else None
+        self.attend = _attend(backend)
+        self._attend_cached = _attend_cached(backend)
+
+    def _project(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value = (part.unflatten(-1, self.heads) for part in self.qkv(hidden).chunk(3, dim=-1))
+        if self.rope_theta is not None:
+            cos, sin = rotary_tables(positions, self.heads[1], self.rope_theta, self.rope_scaling)
+            query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+        return query, key, value
+
+    def forward(
+        self, hidden: Tensor, positions: Tensor, lens: Tensor | None, bias: Tensor | None, relative: Relative = None
+    ) -> Tensor:
+        """Attend over the whole sequence. Returns [B, T, M].
+
+        hidden [B, T, M]; positions [1, T]; lens [B] int32, None without padding; bias as in ops/attention.py.
+        relative: for disentangled attention the table [P, M] and its row numbers [T, T], see ops/disentangled.py.
+        """
+        query, key, value = self._project(hidden, positions)
+        if self.relative is not None and relative is not None:
+            table, rows = relative
+            position_keys, position_queries = self.relative(table, self.qkv)
+            bias = position_scores(query, key, position_keys, position_queries, rows) * self.scale
+        attended = self.attend(query, key, value, lens, bias, causal=self.causal, scale=self.scale)
+        return self.out(attended.flatten(-2))  # type: ignore[no-any-return]
+
+    def step(self, hidden: Tensor, past_lens: Tensor, cache: KV, bias: Tensor | None) -> tuple[Tensor, KV]:
+        """Attend from one new token a row: hidden [B, 1, M], past_lens [B] int32, cache two of [B, H, C, D].
+
+        Returns [B, 1, M] and the cache with the new token.
+        """
+        query, key, value = self._project(hidden, past_lens[:, None])
+        attended, *present = self._attend_cached(query, key, value, *cache, past_lens, bias, scale=self.scale)
+        return self.out(attended.flatten(-2)), (present[0], present[1])
+
+
+class CrossAttention(nn.Module):
+    """Cross-attention of the target to the encoded source; source keys and values are projected once."""
+
+    def __init__(self, config: ModelConfig, num_heads: int, *, backend: Backend) -> None:
+        super().__init__()
+        self.heads = (num_heads, config.resolved_head_dim)
+        width = num_heads * config.resolved_head_dim
+        self.scale = config.resolved_attention_scale
+        self.query = nn.Linear(config.d_model, width, bias=config.bias)
+        self.kv = nn.Linear(config.d_model, 2 * width, bias=config.bias)
+        self.out = nn.Linear(width, config.d_model, bias=config.bias)
+        self.attend = _attend(backend)
+        self._attend_cached = _attend_cached(backend)
+
+    def project_memory(self, memory: Tensor) -> KV:
+        """Project memory [B, S, M] to keys and values, each [B, H, S, D] as in the cache."""
+        key, value = (part.unflatten(-1, self.heads).transpose(1, 2) for part in self.kv(memory).chunk(2, dim=-1))
+        return key, value
+
+    def forward(self, hidden: Tensor, cross_kv: KV, source_lens: Tensor | None) -> Tensor:
+        """Attend from hidden [B, T, M] to cross_kv, two of [B, H, S, D]. Returns [B, T, M].
+
+        source_lens [B] int32; None without padding.
+        """
+        query = self.query(hidden).unflatten(-1, self.heads)
+        key, value = (part.transpose(1, 2) for part in cross_kv)
+        attended = self.attend(query, key, value, source_lens, None, causal=False, scale=self.scale)
+        return self.out(attended.flatten(-2))  # type: ignore[no-any-return]
+
+    def step(self, hidden: Tensor, cross_kv: KV, source_lens: Tensor) -> Tensor:
+        """Attend from one token a row, hidden [B, 1, M], to the first source_lens keys of cross_kv. Returns [B, 1, M].
+
+        cross_kv two of [B, H, C, D]; source_lens [B] int32.
+        """
+        query = self.query(hidden).unflatten(-1, self.heads)
+        no_keys = query[:, :0]  # the cache gets no new keys
+        attended, _, _ = self._attend_cached(query, no_keys, no_keys, *cross_kv, source_lens, None, scale=self.scale)
+        return self.out(attended.flatten(-2))  # type: ignore[no-any-return]
+
+
+class Residual(nn.Module):
+    """Residual connection with dropout: x + f(norm(x)) (pre-norm) or norm(x + f(x)) (post-norm).
+
+    Post-norm: Vaswani et al. 2017, section 3.1. With residual=False the terms x are left out.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.norm = make_norm(config)
+        self.pre = config.norm_placement == "pre"
+        self.adds = config.residual
+        self.dropout = Dropout(config.dropout)
+
+    def before(self, hidden: Tensor) -> Tensor:
+        """Return the input of the sublayer f."""
+        return self.norm(hidden) if self.pre else hidden
+
+    def after(self, hidden: Tensor, update: Tensor) -> Tensor:
+        """Return the sum of the residual and the sublayer's output, normalised for post-norm."""
+        dropped: Tensor = self.dropout(update)
+        added = hidden + dropped if self.adds else dropped
+        return added if self.pre else self.norm(added)
+
+
+class EncoderLayer(nn.Module):
+    """Encoder layer: self-attention, then feed-forward; [B, S, M] -> [B, S, M]."""
+
+    def __init__(self, config: ModelConfig, layer: int, backend: Backend) -> None:
+        super().__init__()
+        num_heads = config.resolved_module_heads.encoder_self[layer]
+        self.self_attention = SelfAttention(config, num_heads, causal=False, backend=backend)
+        self.feed_forward = FeedForward(config)
+        self.self_residual = Residual(config)
+        self.feed_forward_residual = Residual(config)
+
+    def forward(
+        self, hidden: Tensor, positions: Tensor, lens: Tensor | None, bias: Tensor | None, relative: Relative = None
+    ) -> Tensor:
+        """Apply to hidden [B, S, M]; other arguments as in SelfAttention. Returns [B, S, M]."""
+        residual = self.self_residual
+        hidden = residual.after(hidden, self.self_attention(residual.before(hidden), positions, lens, bias, relative))
+        residual = self.feed_forward_residual
+        return residual.after(hidden, self.feed_forward(residual.before(hidden)))
+
+
+class DecoderLayer(nn.Module):
+    """Decoder layer: causal self-attention, cross-attention in encoder-decoder models, feed-forward."""
+
+    def __init__(self, config: ModelConfig, layer: int, backend: Backend) -> None:
+        super().__init__()
+        heads = config.resolved_module_heads
+        self.self_attention = SelfAttention(config, heads.decoder_self[layer], causal=True, backend=backend)
+        self.feed_forward = FeedForward(config)
+        self.self_residual = Residual(config)
+        self.feed_forward_residual = Residual(config)
+        has_source = config.architecture == "encoder-decoder"
+        cross_heads = heads.decoder_cross[layer]
+        self.cross_attention = CrossAttention(config, cross_heads, backend=backend) if has_source else None
+        self.cross_residual = Residual(config) if has_source else None
+
+    def forward(
+        self,
+        hidden: Tensor,
+        positions: Tensor,
+        bias: Tensor | None,
+        cross_kv: KV | None,
+        source_lens: Tensor | None,
+    ) -> Tensor:
+        """Apply to all target positions, hidden [B, T, M] (teacher forcing). Returns [B, T, M].
+
+        cross_kv two of [B, H, S, D], None for a decoder-only model; source_lens [B] int32, None without padding.
+        """
+        residual = self.self_residual
+        hidden = residual.after(hidden, self.self_attention(residual.before(hidden), positions, None, bias))
+        if self.cross_attention is not None and self.cross_residual is not None and cross_kv is not None:
+            residual = self.cross_residual
+            hidden = residual.after(hidden, self.cross_attention(residual.before(hidden), cross_kv, source_lens))
+        residual = self.feed_forward_residual
+        return residual.after(hidden, self.feed_forward(residual.before(hidden)))
+
+    def step(
+        self,
+        hidden: Tensor,
+        past_lens: Tensor,
+        bias: Tensor | None,
+        self_kv: KV,
+        cross_kv: KV | None,
+        source_lens: Tensor | None,
+    ) -> tuple[Tensor, KV]:
+        """Apply to one token a row, hidden [B, 1, M]. Returns [B, 1, M] and the self cache with the new token.
+
+        self_kv, cross_kv two of [B, H, C, D]; past_lens, source_lens [B] int32.
+        """
+        residual = self.self_residual
+        update, present = self.self_attention.step(residual.before(hidden), past_lens, self_kv, bias)
+        hidden = residual.after(hidden, update)
+        if self.cross_attention is not None and self.cross_residual is not None:
+            assert cross_kv is not None
+            assert source_lens is not None
+            residual = self.cross_residual
+            hidden = residual.after(hidden, self.cross_attention.step(residual.before(hidden), cross_kv, source_lens))
+        residual = self.feed_forward_residual
+        return residual.after(hidden, self.feed_forward(residual.before(hidden))), present

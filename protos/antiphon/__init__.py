@@ -1,1 +1,0 @@
-"""Antiphon: Transformer models over gRPC. The base install is the client: grpcio and protobuf only."""

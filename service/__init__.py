@@ -1,1 +1,0 @@
-"""The server. Import submodules; this file imports nothing, and nothing below it imports torch."""

@@ -1,0 +1,123 @@
+"""Sampling parameters of the rows, as arrays that the runner reads."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from antiphon.engine.batch.first_input import forced_id
+from antiphon.engine.sequences.sequence import Sequence, SequenceGroup
+from antiphon.ops.counter_random import seed_of_output
+from antiphon.ops.sampling import FLOAT_PARAMS, INT_PARAMS, as_float32, neutral_sampling
+from antiphon.runtime.runner import SamplingArrays
+
+
+class RowSampling:
+    """Sampling parameters of max_rows rows.
+
+    choices: one entry for each row, without edits of logits processors.
+    """
+
+    def __init__(self, max_rows: int) -> None:
+        self.held = neutral_sampling(max_rows)
+        self._processed: list[Sequence] = []  # sequences with logits processors
+
+    @property
+    def arrays(self) -> tuple[NDArray[Any], ...]:
+        """Every array, with one entry for each row."""
+        return (self.held.float_params, self.held.int_params)
+
+    def fill(self, row: int, sequence: Sequence) -> None:
+        """Write the parameters of a sequence that starts in a row."""
+        group, held = sequence.group, self.held
+        params, num_logprobs = group.request.params, group.request.num_logprobs
+        if group.is_beam_search:
+            num_logprobs = num_candidates(group)
+        ints = {
+            "top_k": params.top_k,
+            "seed": _as_int64(seed_of_output(params.seed, sequence.index)),
+            "forced_id": forced_id(sequence),
+            "num_logprobs": -1 if num_logprobs is None else num_logprobs,
+            "is_normalized": group.is_beam_search,
+            "is_exclusive": sequence.processors is not None and sequence.processors.is_exclusive,
+        }
+        held.float_params[row] = [as_float32(getattr(params, name)) for name in FLOAT_PARAMS]
+        held.int_params[row] = [ints[name] for name in INT_PARAMS]
+        if sequence.processors is not None:
+            self._processed.append(sequence)
+
+    def is_forced(self, row: int) -> bool:
+        """Return whether the row's first token is forced and not sampled."""
+        return bool(self.held.ints("forced_id")[row] >= 0)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forget the logits processors of a sequence that leaves its row."""
+        if sequence.processors is not None:
+            self._processed.remove(sequence)
+
+    def end_first_step(self, num_rows: int) -> None:
+        """Let every row sample from now on: forced tokens are for a row's first step only."""
+        self.held.ints("forced_id")[:num_rows] = -1
+
+    def of_rows(self, num_rows: int, picks: NDArray[np.int32]) -> SamplingArrays:
+        """Return one sample for each row, after the token picked for it; without edits."""
+        held = self.held
+        return SamplingArrays(
+            picks=picks,
+            float_params=held.float_params[:num_rows],
+            int_params=held.int_params[:num_rows],
+            edit_offsets=held.edit_offsets[: num_rows + 1],
+            edit_ids=held.edit_ids,
+            edit_values=held.edit_values,
+        )
+
+    def with_processors(self, sampling: SamplingArrays) -> SamplingArrays:
+        """Return the same samples with the edits that logits processors make now."""
+        if not self._processed:
+            return sampling
+        counts = np.zeros(len(sampling), np.int32)
+        ids, values = [], []
+        for sequence in sorted(self._processed, key=Sequence.running_row):
+            assert sequence.processors is not None
+            edit_ids, edit_values = sequence.processors.current()
+            counts[sequence.running_row()] = len(edit_ids)
+            ids.append(edit_ids)
+            values.append(edit_values)
+        offsets = np.zeros(len(sampling) + 1, np.int32)
+        np.cumsum(counts, out=offsets[1:])
+        return dataclasses.replace(
+            sampling, edit_offsets=offsets, edit_ids=np.concatenate(ids), edit_values=np.concatenate(values)
+        )
+
+
+def with_scored(sampling: SamplingArrays, rows: list[int], picks: list[int], token_ids: list[int]) -> SamplingArrays:
+    """Return the rows' samples followed by one for each scored token.
+
+    rows: row whose parameters apply. picks: fed token before the scored one. token_ids: the scored tokens.
+    """
+    joined = dataclasses.replace(
+        sampling,
+        picks=np.concatenate((sampling.picks, np.array(picks, np.int32))),
+        float_params=np.concatenate((sampling.float_params, sampling.float_params[rows])),
+        int_params=np.concatenate((sampling.int_params, sampling.int_params[rows])),
+        edit_offsets=np.concatenate((sampling.edit_offsets, np.full(len(picks), sampling.edit_offsets[-1], np.int32))),
+    )
+    joined.ints("forced_id")[len(sampling) :] = token_ids
+    return joined
+
+
+def _as_int64(seed: int) -> int:
+    """Return the signed number with the same 64 bits as an unsigned one."""
+    return seed - 2**64 if seed >= 2**63 else seed
+
+
+def num_candidates(group: SequenceGroup) -> int:
+    """Return the number of candidates that a beam search needs of each beam, and of all beams together.
+
+    It suffices even if every end token and stop id is among the candidates of every beam.
+    """
+    params = group.request.params
+    return params.beam_width * (2 + len(params.stop_ids))

@@ -1,0 +1,310 @@
+"""Streams of tokens from the engine's thread to their readers in event loops.
+
+The engine publishes a whole step with one call into each event loop. A stream gives its reader the first token at once
+and merges later ones, because each message costs CPU time that the model needs. Knows ids; no text and no protobuf.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Sequence as SequenceABC
+from typing import Any, Protocol
+
+from antiphon.domain.cancellation import CancelCause
+from antiphon.domain.request import FinishReason, TokenEvent
+from antiphon.engine.sequences.reader import read_when
+from antiphon.engine.sequences.unread_tokens import Item, UnreadTokens, bytes_of_logprobs
+
+# Memory of a beam in the record of a search.
+_BEAM_BYTES = 152
+
+
+class TokenSink(Protocol):
+    """Receiver of the tokens of one output, in an event loop."""
+
+    @property
+    def request_id(self) -> str:
+        """Request of the output."""
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """Event loop in which `push` must be called."""
+
+    def push(self, item: Item) -> None:
+        """Add a token; in the event loop only."""
+
+
+class OutputStream:
+    """Token events of one request, for one reader in one event loop. It is the sink of the first output.
+
+    Iteration yields at most one message per `coalesce_s` seconds for each output, but first tokens and terminal events
+    at once. Unread tokens are kept; the request's limit on new tokens bounds their number.
+
+    A reader that is no coroutine calls `listen` and `take` instead of iterating or collecting.
+
+    end_reason: reason for which the engine ended the request. The engine's thread sets it before the end is read.
+    on_end: called with every terminal event when it arrives, read or not; None after the last.
+    cancel_cause: reason of the cancellation; None where the request was not cancelled.
+    """
+
+    def __init__(
+        self, request_id: str, *, coalesce_s: float = 0.02, loop: asyncio.AbstractEventLoop | None = None
+    ) -> None:
+        if coalesce_s < 0:
+            raise ValueError(f"coalesce_s is {coalesce_s}; it must be 0 or more")
+        self.request_id = request_id
+        self.loop = loop or asyncio.get_running_loop()
+        self.end_reason: FinishReason | None = None
+        self._coalesce_s = coalesce_s
+        self._pending: dict[int, UnreadTokens] = {0: UnreadTokens()}
+        self._first = self._pending[0]
+        self._finals: deque[TokenEvent] = deque()
+        self._is_ended = False  # the last event has arrived
+        self._is_exhausted = False  # the last event has been read
+        self.cancel_cause: CancelCause | None = None
+        self.on_end: Callable[[TokenEvent], None] | None = None
+        self._is_due = True  # the coalescing window is over: the reader may receive a token
+        self._wants_tokens = False
+        self._reader: asyncio.Future[None] | None = None
+        self._on_readable: Callable[[], None] | None = None
+        self._is_announced = False  # on_readable was called since the last `take`
+        self._window: asyncio.TimerHandle | None = None
+
+    @property
+    def unread_bytes(self) -> int:
+        """Memory of the tokens and terminal events that the reader has not taken."""
+        return sum(tokens.num_bytes for tokens in self._pending.values()) + sum(map(_bytes_of, self._finals))
+
+    def __aiter__(self) -> OutputStream:
+        return self
+
+    def __anext__(self) -> Coroutine[Any, Any, TokenEvent]:
+        """Return the next merged event of any output."""
+        if self._is_exhausted:
+            raise StopAsyncIteration
+        self._wants_tokens = True
+        return read_when(self._is_readable, self._arrival, self._take_next)
+
+    def collect(self) -> Coroutine[Any, Any, tuple[TokenEvent, ...]]:
+        """Wait for the end. Return the terminal event of each output, by index, with every token not yet read.
+
+        Wakes once. After an error, returns its event alone. Raises StopAsyncIteration if the last event has been read.
+        """
+        if self._is_exhausted:
+            raise StopAsyncIteration
+        self._wants_tokens = False
+        return read_when(lambda: self._is_ended, self._arrival, lambda: tuple(self._take_finals()))
+
+    def listen(self, on_readable: Callable[[], None], *, wants_tokens: bool) -> None:
+        """Call on_readable once `take` has something to return; after each `take`, once more.
+
+        wants_tokens: False calls it only when the last event has arrived.
+        """
+        self._on_readable = on_readable
+        self._wants_tokens = wants_tokens
+
+    def take(self) -> list[TokenEvent]:
+        """Return the terminal events with all tokens not yet read, by index, or the event of an error alone.
+
+        Before them come unread tokens of other outputs, merged.
+        """
+        finals = self._take_finals()
+        tokens = []
+        while self._wants_tokens and not self._is_exhausted and self._has_pending():
+            tokens.append(self._take_tokens())
+        self._is_announced = False
+        return [*tokens, *finals]
+
+    def output(self, index: int) -> TokenSink:
+        """Return the sink of an output."""
+        return self if index == 0 else _Output(self, index)
+
+    def push(self, item: Item) -> None:
+        """Add a token of the first output; in the stream's event loop only."""
+        self._first.push(item)
+        if self._wants_tokens and self._is_due:
+            self._wake()
+
+    def push_to(self, output_index: int, item: Item) -> None:
+        """Add a token of any output; in the stream's event loop only."""
+        tokens = self._pending.get(output_index)
+        if tokens is None:
+            tokens = self._pending[output_index] = UnreadTokens()
+        tokens.push(item)
+        if self._wants_tokens and self._is_due:
+            self._wake()
+
+    def finish(self, event: TokenEvent) -> None:
+        """Add a terminal event; in the stream's event loop only. Events after the last are ignored."""
+        if self._is_ended:
+            return
+        self._finals.append(event)
+        self._is_ended = event.is_last
+        if self.on_end is not None:
+            self.on_end(event)
+        if event.is_last:
+            self.on_end = None  # it refers to the call, which refers to this stream: a cycle would keep both in memory
+        if self._wants_tokens or self._is_ended:
+            self._wake()
+        if event.is_last:
+            self._on_readable = None  # it refers to the reader, which refers to this stream
+
+    def _has_pending(self) -> bool:
+        return len(self._first) > 0 or (len(self._pending) > 1 and any(map(len, self._pending.values())))
+
+    def _is_readable(self) -> bool:
+        return bool(self._finals) or (self._is_due and self._has_pending())
+
+    def _arrival(self) -> asyncio.Future[None]:
+        self._reader = self.loop.create_future()
+        return self._reader
+
+    def _wake(self) -> None:
+        reader, self._reader = self._reader, None
+        if reader is not None and not reader.done():
+            reader.set_result(None)
+        elif self._on_readable is not None and not self._is_announced:
+            self._is_announced = True
+            self._on_readable()
+
+    def _take_next(self) -> TokenEvent:
+        return self._take_final() if self._finals else self._take_tokens()
+
+    def _take_finals(self) -> list[TokenEvent]:
+        if self._is_ended and self._finals[-1].error is not None:
+            self._finals = deque((self._finals[-1],))
+        return sorted((self._take_final() for _ in range(len(self._finals))), key=lambda e: e.output_index)
+
+    def _take_final(self) -> TokenEvent:
+        event = self._finals.popleft()
+        tokens = self._pending.get(event.output_index)
+        token_ids, logprobs = ((), ()) if tokens is None else tokens.take()
+        if event.is_last:
+            self._end_window()
+            self._is_exhausted = True
+        return dataclasses.replace(event, token_ids=token_ids + event.token_ids, logprobs=logprobs + event.logprobs)
+
+    def _take_tokens(self) -> TokenEvent:
+        index, tokens = next(pair for pair in self._pending.items() if len(pair[1]))
+        token_ids, logprobs = tokens.take()
+        if not self._has_pending():
+            self._start_window()
+        return TokenEvent(request_id=self.request_id, output_index=index, token_ids=token_ids, logprobs=logprobs)
+
+    def _start_window(self) -> None:
+        if self._coalesce_s > 0:
+            self._is_due = False
+            self._window = self.loop.call_later(self._coalesce_s, self._end_window)
+
+    def _end_window(self) -> None:
+        if self._window is not None:
+            self._window.cancel()
+            self._window = None
+        self._is_due = True
+        if self._wants_tokens and self._has_pending():
+            self._wake()
+
+
+def _bytes_of(event: TokenEvent) -> int:
+    """Return the memory of what a terminal event reports, as objects; its other parts are small."""
+    num_beams = sum(len(step.live) + len(step.finished) for step in event.beam_steps)
+    readout_bytes = 0 if event.readout is None else event.readout.values.nbytes
+    return bytes_of_logprobs(event.logprobs) + _BEAM_BYTES * num_beams + readout_bytes
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Output:
+    """Sink of an output after the first."""
+
+    stream: OutputStream
+    index: int
+
+    @property
+    def request_id(self) -> str:
+        return self.stream.request_id
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        return self.stream.loop
+
+    def push(self, item: Item) -> None:
+        self.stream.push_to(self.index, item)
+
+
+@dataclasses.dataclass(slots=True)
+class _LoopBatch:
+    """The part of one step that one event loop receives: items[i] for streams[i], then terminal events.
+
+    positions: index of each stream among the streams of all loops; empty if there is only one loop.
+    """
+
+    streams: list[TokenSink]
+    positions: list[int]
+    finals: list[tuple[OutputStream, TokenEvent]]
+
+    def deliver(self, items: Iterable[Item], finals: Iterable[tuple[OutputStream, TokenEvent]]) -> None:
+        """Pass the tokens and events to their streams; runs in the event loop."""
+        for stream, item in zip(self.streams, items, strict=True):
+            stream.push(item)
+        for stream, event in finals:
+            stream.finish(event)
+
+
+class Publisher:
+    """Passes a step's tokens and terminal events from the engine's thread to the streams, one call per event loop."""
+
+    def __init__(self) -> None:
+        self._streams: SequenceABC[TokenSink] = ()
+        self._batches: dict[asyncio.AbstractEventLoop, _LoopBatch] = {}
+
+    def publish(
+        self,
+        streams: SequenceABC[TokenSink],
+        items: SequenceABC[Item],
+        finals: Iterable[tuple[OutputStream, TokenEvent]] = (),
+    ) -> list[TokenSink]:
+        """Send items[i] to streams[i], then the terminal events. Return the streams whose loop is closed.
+
+        The assignment of streams to loops is kept while the caller passes the same `streams` object.
+        """
+        if streams is not self._streams:
+            self._address(streams)
+        for stream, event in finals:
+            self._batch_for(stream.loop).finals.append((stream, event))
+        lost: list[TokenSink] = []
+        for loop, batch in self._batches.items():
+            sent = items if len(batch.streams) == len(items) else [items[i] for i in batch.positions]
+            lost += _send(loop, batch, sent)
+        return lost
+
+    def _address(self, streams: SequenceABC[TokenSink]) -> None:
+        self._streams = streams
+        self._batches = {}
+        loops = {stream.loop for stream in streams}
+        if len(loops) == 1:
+            self._batches[loops.pop()] = _LoopBatch(list(streams), [], [])
+            return
+        for position, stream in enumerate(streams):
+            batch = self._batch_for(stream.loop)
+            batch.streams.append(stream)
+            batch.positions.append(position)
+
+    def _batch_for(self, loop: asyncio.AbstractEventLoop) -> _LoopBatch:
+        batch = self._batches.get(loop)
+        if batch is None:
+            batch = self._batches[loop] = _LoopBatch([], [], [])
+        return batch
+
+
+def _send(loop: asyncio.AbstractEventLoop, batch: _LoopBatch, items: SequenceABC[Item]) -> list[TokenSink]:
+    finals, batch.finals = batch.finals, []
+    if not items and not finals:
+        return []
+    try:
+        loop.call_soon_threadsafe(batch.deliver, items, finals)
+    except RuntimeError:  # the loop is closed: these streams will never be read
+        return batch.streams
+    return []

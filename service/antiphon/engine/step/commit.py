@@ -1,0 +1,138 @@
+"""Finds the tokens to stream and the outputs that end in a step's samples, for all rows except beams.
+
+Of a sequence, changes only the state that depends on its tokens. Ends nothing itself; knows no blocks and no clock.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from antiphon.domain.request import FinishReason, Task, TokenLogprob
+from antiphon.engine.batch.rows import RunningRows
+from antiphon.engine.sequences.sequence import Sequence
+from antiphon.engine.sequences.stream import TokenSink
+from antiphon.engine.sequences.unread_tokens import Item
+from antiphon.runtime.runner import NONE_ALLOWED, NOT_FINITE, Samples
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """An output that ends. logprobs: those of the token that ended it, or of the complete scored target."""
+
+    sequence: Sequence
+    reason: FinishReason
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """Tokens to stream, items[i] for sinks[i], and the outputs that end with this step, last row first."""
+
+    sinks: tuple[TokenSink, ...]
+    items: list[Item]
+    ended: list[Ended]
+
+
+def commit(rows: RunningRows, samples: Samples, eos_id: int) -> Committed:
+    """Separate the samples of a step, by which the rows have advanced already."""
+    num_rows, sinks = len(rows), rows.sinks
+    token_ids = samples.token_ids[:num_rows]
+    items: list[Item] = token_ids.tolist()
+    is_silent = (token_ids == eos_id) | (token_ids < 0)
+    is_done = is_silent | (rows.positions[:num_rows] >= rows.end_positions[:num_rows])
+    if rows.num_beams:
+        is_silent |= rows.is_beam[:num_rows]
+        is_done &= ~rows.is_beam[:num_rows]
+    stopped, last = _check_tokens(rows, samples, items, is_silent) if rows.checked else ({}, {})
+    ended = []
+    if stopped or is_done.any():
+        is_done[list(stopped)] = True
+        for row in reversed(np.flatnonzero(is_done).tolist()):
+            reason = stopped.get(row) or _reason(int(token_ids[row]), eos_id)
+            ended.append(Ended(rows.sequences[row], reason, last.get(row, ())))
+    if is_silent.any():
+        streamed = np.flatnonzero(~is_silent).tolist()
+        return Committed(tuple(sinks[row] for row in streamed), [items[row] for row in streamed], ended)
+    return Committed(sinks, items, ended)
+
+
+def _reason(token_id: int, eos_id: int) -> FinishReason:
+    if token_id == NOT_FINITE:
+        return FinishReason.ERROR
+    if token_id == NONE_ALLOWED:
+        return FinishReason.EXHAUSTED
+    return FinishReason.STOP if token_id == eos_id else FinishReason.LENGTH
+
+
+def _check_tokens(
+    rows: RunningRows, samples: Samples, items: list[Item], is_silent: NDArray[np.bool_]
+) -> tuple[dict[int, FinishReason], dict[int, tuple[TokenLogprob, ...]]]:
+    """Check the tokens of `rows.checked`. Return rows that stop, and log-probabilities that belong to an end.
+
+    Adds log-probabilities to `items`, and marks stop ids in `is_silent`, so that they are not streamed.
+    """
+    stopped: dict[int, FinishReason] = {}
+    last: dict[int, tuple[TokenLogprob, ...]] = {}
+    scored = _scored(rows, samples)
+    for sequence in rows.checked:
+        row = sequence.row
+        assert row is not None
+        token_id = int(samples.token_ids[row])
+        if token_id < 0:
+            continue
+        reason = _stop_reason(sequence, token_id, is_silent=bool(is_silent[row]))
+        if reason is not None:
+            stopped[row] = reason
+            is_silent[row] |= not _is_text(sequence, token_id)
+        if sequence.processors is not None:
+            sequence.processors.push(token_id)
+        if (count := sequence.group.request.num_logprobs) is not None:
+            item = token_logprob(samples, row, token_id, count)
+            earlier = scored.get(sequence, ())
+            sequence.logprob_sum += item.logprob + sum(one.logprob for one in earlier)
+            if is_silent[row]:
+                last[row] = (*earlier, item)
+            else:
+                items[row] = item
+    return stopped, last
+
+
+def _stop_reason(sequence: Sequence, token_id: int, *, is_silent: bool) -> FinishReason | None:
+    """Return why a token ends its output; None if only the end token or a limit can end it.
+
+    Stop strings are searched for in streamed tokens only.
+    """
+    request = sequence.group.request
+    if request.task is Task.SCORE:
+        return FinishReason.STOP
+    if token_id in request.params.stop_ids:
+        return FinishReason.STOP_SEQUENCE
+    if not is_silent and sequence.stop_matcher is not None and sequence.stop_matcher.push(token_id):
+        return FinishReason.STOP_SEQUENCE
+    return None
+
+
+def _is_text(sequence: Sequence, token_id: int) -> bool:
+    """Return whether the token that ended an output is part of its text: the last token of a stop string is."""
+    request = sequence.group.request
+    return request.task is Task.GENERATE and token_id not in request.params.stop_ids
+
+
+def _scored(rows: RunningRows, samples: Samples) -> dict[Sequence, tuple[TokenLogprob, ...]]:
+    """Return the log-probabilities of targets, without their last tokens, which the rows' own samples score."""
+    found: dict[Sequence, tuple[TokenLogprob, ...]] = {}
+    for sample, (sequence, token_id) in enumerate(rows.scored, len(rows)):
+        count = sequence.group.request.num_logprobs or 0
+        found[sequence] = (*found.get(sequence, ()), token_logprob(samples, sample, token_id, count))
+    return found
+
+
+def token_logprob(samples: Samples, sample: int, token_id: int, num_alternatives: int) -> TokenLogprob:
+    """Return the log-probability of a sample's token, and those of alternatives."""
+    ids = samples.top_ids[sample, :num_alternatives].tolist()
+    logprobs = samples.top_logprobs[sample, :num_alternatives].tolist()
+    alternatives = tuple((one, logprob) for one, logprob in zip(ids, logprobs, strict=True) if one >= 0)
+    return TokenLogprob(token_id, float(samples.logprobs[sample]), alternatives)

@@ -1,0 +1,150 @@
+"""OpenTelemetry spans of a finished call: the RPC, and for each of its requests queue, encode, decode and stream.
+
+Imports opentelemetry (the extra `trace`), so code that runs without it must not import this module. Spans contain no
+text and no tokens.
+Attributes: https://opentelemetry.io/docs/specs/semconv/rpc/grpc/ and, for tokens, .../semconv/gen-ai/.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import grpc
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import Event, ReadableSpan
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
+
+from antiphon.observability.call import AdmittedRequest, Call
+
+_FLAGS = TraceFlags(TraceFlags.SAMPLED)
+_SCOPE = InstrumentationScope("antiphon")
+# Status codes that the conventions count as server errors; the others are client errors.
+_SERVER_ERRORS = {"UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"}
+
+Attributes = dict[str, str | int | float]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Phase of a request, in seconds of the server's clock."""
+
+    name: str
+    start_s: float
+    end_s: float
+    attributes: Attributes
+    first_token_s: float | None = None
+
+
+class SpanTree:
+    """Creates the spans of calls. resource: entity that produces them."""
+
+    def __init__(self, resource: Resource) -> None:
+        self._resource = resource
+        self._random = random.Random()
+
+    def spans(self, call: Call, wall_offset_s: float) -> Iterator[ReadableSpan]:
+        """Yield the RPC's span, then its parts. wall_offset_s: time since 1970 minus the server's clock."""
+        assert call.trace is not None
+        assert call.ended_s is not None
+        trace_id = int(call.trace.trace_id, 16)
+        parent = _context(trace_id, int(call.trace.parent_id, 16), is_remote=True) if call.trace.parent_id else None
+        context = _context(trace_id, self._new_id())
+        rpc = Part(call.method, call.arrival_s, call.ended_s, _rpc_attributes(call))
+        yield self._span(rpc, context, parent, wall_offset_s, kind=SpanKind.SERVER, status=_status(call))
+        for admitted in call.requests:
+            for part in parts_of(admitted, call):
+                yield self._span(part, _context(trace_id, self._new_id()), context, wall_offset_s)
+
+    def _new_id(self) -> int:
+        return self._random.getrandbits(64) or 1
+
+    def _span(
+        self,
+        part: Part,
+        context: SpanContext,
+        parent: SpanContext | None,
+        wall_offset_s: float,
+        *,
+        kind: SpanKind = SpanKind.INTERNAL,
+        status: Status | None = None,
+    ) -> ReadableSpan:
+        def nanos(seconds: float) -> int:
+            return round((seconds + wall_offset_s) * 1e9)
+
+        events = () if part.first_token_s is None else (Event("first_token", timestamp=nanos(part.first_token_s)),)
+        return ReadableSpan(
+            name=part.name,
+            context=context,
+            parent=parent,
+            resource=self._resource,
+            attributes=part.attributes,
+            events=events,
+            kind=kind,
+            status=status or Status(StatusCode.UNSET),
+            start_time=nanos(part.start_s),
+            end_time=nanos(part.end_s),
+            instrumentation_scope=_SCOPE,
+        )
+
+
+def parts_of(admitted: AdmittedRequest, call: Call) -> Iterator[Part]:
+    """Yield the phases of a request in order, without those that it did not reach."""
+    request, timing = admitted.request, admitted.timing
+    assert timing is not None
+    arrival_s = request.arrival_s
+    end_s = arrival_s + timing.total_s
+    queued_s = end_s if timing.queued_s is None else arrival_s + timing.queued_s
+    yield Part("queue", arrival_s, queued_s, {"antiphon.priority": request.priority.value})
+    if timing.queued_s is None:
+        return
+    encoded_s = queued_s
+    if request.source_ids:
+        encoded_s = end_s if timing.encoded_s is None else arrival_s + timing.encoded_s
+        yield Part("encode", queued_s, encoded_s, {"gen_ai.usage.input_tokens": request.num_source_tokens})
+    first_s = None if timing.first_token_s is None else arrival_s + timing.first_token_s
+    if request.has_target and encoded_s < end_s:
+        yield Part("decode", encoded_s, end_s, _decode_attributes(admitted), first_s)
+    if request.is_streamed and first_s is not None:
+        last_s = max(first_s, end_s if call.ended_s is None else call.ended_s)
+        yield Part("stream", first_s, last_s, {"antiphon.stream.messages": call.num_messages})
+
+
+def _context(trace_id: int, span_id: int, *, is_remote: bool = False) -> SpanContext:
+    return SpanContext(trace_id, span_id, is_remote, _FLAGS)
+
+
+def _decode_attributes(admitted: AdmittedRequest) -> Attributes:
+    return {
+        "gen_ai.usage.output_tokens": admitted.num_generated,
+        "antiphon.finish_reasons": ",".join(reason.value for reason in admitted.finish_reasons),
+    }
+
+
+def _rpc_attributes(call: Call) -> Attributes:
+    service, _, method = call.method.partition("/")
+    attributes: Attributes = {
+        "rpc.system": "grpc",
+        "rpc.service": service,
+        "rpc.method": method,
+        "rpc.grpc.status_code": grpc.StatusCode[call.code].value[0],
+        "antiphon.request_id": call.request_id,
+        "antiphon.caller": call.caller,
+    }
+    if call.model_name:
+        attributes["gen_ai.request.model"] = call.model_name
+    if call.error is not None:
+        attributes["error.type"] = call.error.reason
+    causes = [one.stream.cancel_cause.value for one in call.requests if one.stream.cancel_cause is not None]
+    if causes:
+        attributes["antiphon.cancel_cause"] = causes[0]
+    return attributes
+
+
+def _status(call: Call) -> Status:
+    """Return the span's status, without the client's message: it may quote the request."""
+    if call.code not in _SERVER_ERRORS:
+        return Status(StatusCode.UNSET)
+    return Status(StatusCode.ERROR, call.code if call.error is None else call.error.reason)

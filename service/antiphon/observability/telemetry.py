@@ -1,0 +1,98 @@
+"""Reports every RPC at its end to metrics, log and spans. Decides what counts as a refusal."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from typing import Any
+
+import grpc.aio
+
+from antiphon.domain.caller import caller_of
+from antiphon.observability.call import Call, RequestIds, find_metadata
+from antiphon.observability.metrics.metric_families import MetricFamilies
+from antiphon.observability.metrics.rpc_metrics import RpcMetrics
+from antiphon.observability.trace_context import Sampler, read_trace_parent
+
+# Bytes that HTTP/2 adds for each metadata pair when it counts their size.
+_PAIR_BYTES = 32
+
+Context = grpc.aio.ServicerContext[Any, Any]
+Sink = Callable[[Call], None]
+"""Receives every finished call, in the event loop: it must not block."""
+
+
+class Telemetry:
+    """Records the begin and the end of RPCs. For the event loop.
+
+    sinks: receive finished calls. sampler: begins traces for calls without one; None if no spans are exported.
+    """
+
+    def __init__(
+        self,
+        families: MetricFamilies,
+        *sinks: Sink,
+        sampler: Sampler | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._metrics = RpcMetrics(families)
+        self._sinks = sinks
+        self._sampler = sampler
+        self._clock = clock
+        self._ids = RequestIds()
+
+    def without_sinks(self) -> Telemetry:
+        """Return a Telemetry that counts RPCs in the same metrics, and sends no calls to the sinks."""
+        quiet = copy.copy(self)
+        quiet._sinks = ()
+        return quiet
+
+    def expect(self, method: str) -> None:
+        """Show the metrics of a method at zero."""
+        self._metrics.expect(method)
+
+    def begin(self, method: str, context: Context) -> Call:
+        """Begin the record of a call that arrives now. Exactly one `end` and one `left` must follow."""
+        self._metrics.begun()
+        metadata = context.invocation_metadata() or ()
+        request_id, traceparent = find_metadata(metadata)
+        return Call(
+            method=method,
+            request_id=self._ids.of(request_id),
+            arrival_s=self._clock(),
+            caller=caller_of(context),
+            connection=context.peer(),
+            num_metadata_bytes=sum(len(key) + len(value) + _PAIR_BYTES for key, value in metadata),
+            trace=read_trace_parent(traceparent) or (self._sampler.begin() if self._sampler else None),
+        )
+
+    def begin_request(self, call: Call, method: str, request_id: str) -> Call:
+        """Begin the record of one request of a call, with the call's client and trace. Ends as a call."""
+        self._metrics.begun()
+        return Call(
+            method=method,
+            request_id=request_id,
+            arrival_s=self._clock(),
+            caller=call.caller,
+            connection=call.connection,
+            trace=call.trace,
+        )
+
+    def end(self, call: Call) -> None:
+        """Count a finished call, and send it to the sinks once its requests have ended."""
+        self._metrics.handled(call.method, call.code)
+        if call.error is not None and call.is_refused:
+            refused = self._metrics.refused if call.metrics is None else call.metrics.refused
+            refused(call.error.reason)
+        if call.num_messages and call.metrics is not None:
+            call.metrics.streamed(call.num_messages)
+        call.end(self._clock(), self._send)
+
+    def left(self) -> None:
+        """Record that a call is no longer in flight: its status is written, or its client has left."""
+        self._metrics.left()
+
+    def _send(self, call: Call) -> None:
+        for sink in self._sinks:
+            sink(call)

@@ -1,0 +1,78 @@
+"""Runs requests on the model that they name and counts the results, for single requests and for streams."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+
+from antiphon.domain.errors import InvalidArgument, ModelNotFound
+from antiphon.observability.call import current_call
+from antiphon.observability.telemetry import Context
+from antiphon.oip import inference_pb2 as oip
+from antiphon.rpc.oip.inference import VERSION, Inference, read_inference
+from antiphon.rpc.oip.statistics import ModelCounts
+from antiphon.rpc.oip.tasks import STREAMED
+from antiphon.rpc.v1.models import Models, Served
+from antiphon.v1 import inference_pb2 as pb
+
+
+class Answering:
+    """Models with counts of their requests. For the event loop. clock_ns: monotonic clock in nanoseconds."""
+
+    def __init__(self, models: Models, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
+        self.models = models
+        self._clock_ns = clock_ns
+        self._counts: dict[str, ModelCounts] = {}
+
+    def find(self, name: str, version: str) -> Served:
+        """Return the model of a name and version. Raises ModelNotFound."""
+        served = self.models.find(name)
+        if version not in ("", VERSION):
+            raise ModelNotFound(f"model {served.name!r} has no version {version[:80]!r}; its only one is {VERSION!r}")
+        return served
+
+    def read(self, message: oip.ModelInferRequest, *, is_streamed: bool = False) -> Inference:
+        """Read a request for the model it names. Raises AntiphonError.
+
+        is_streamed: stream a generated answer; the request must then have exactly one text.
+        """
+        served = self.find(message.model_name, message.model_version)
+        if (call := current_call()) is not None:
+            call.routed(served.name, served.metrics)
+        with self._counting_failures(served):
+            inference = read_inference(message, served, is_streamed=is_streamed)
+            if inference.task is STREAMED and len(inference.messages) > 1:
+                texts = f"{len(inference.messages)} texts"
+                raise InvalidArgument("text_input", texts, "one text in a stream; send a request for each")
+            return inference
+
+    async def infer(self, inference: Inference, context: Context) -> oip.ModelInferResponse:
+        """Return the complete answer to a request. Raises AntiphonError."""
+        with self.counting(inference.served) as timings:
+            answers = await inference.answers(context)
+            timings += [answer.timing for answer in answers]
+            tensors = inference.task.answer(answers, inference.shape)
+            return inference.response(tensors, [answer.usage for answer in answers])
+
+    @contextlib.contextmanager
+    def counting(self, served: Served) -> Iterator[list[pb.Timing]]:
+        """Count a request. The caller appends the timings of its texts to the list."""
+        start_ns = self._clock_ns()
+        timings: list[pb.Timing] = []
+        with self._counting_failures(served, start_ns):
+            yield timings
+        self.counts_of(served).succeeded(self._clock_ns() - start_ns, timings)
+
+    def counts_of(self, served: Served) -> ModelCounts:
+        """Return the counts of a model so far."""
+        return self._counts.setdefault(served.name, ModelCounts())
+
+    @contextlib.contextmanager
+    def _counting_failures(self, served: Served, start_ns: int | None = None) -> Iterator[None]:
+        start_ns = self._clock_ns() if start_ns is None else start_ns
+        try:
+            yield
+        except BaseException:
+            self.counts_of(served).failed(self._clock_ns() - start_ns)
+            raise

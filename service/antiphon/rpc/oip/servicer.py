@@ -1,0 +1,155 @@
+"""inference.GRPCInferenceService: the methods of the Open Inference Protocol."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import AsyncIterator, Sequence
+
+import grpc
+
+from antiphon.domain.errors import AntiphonError
+from antiphon.observability.telemetry import Context
+from antiphon.oip import inference_pb2 as pb
+from antiphon.rpc.calls.method_handlers import handlers_of
+from antiphon.rpc.calls.probes import Health
+from antiphon.rpc.calls.rpc import InFlight, Method
+from antiphon.rpc.oip.answering import Answering
+from antiphon.rpc.oip.inference import VERSION
+from antiphon.rpc.oip.stream import Conversation
+from antiphon.rpc.oip.tasks import TEXT, Described, is_encoder, tensors_of
+from antiphon.rpc.v1.answers.pacing import Pacing
+from antiphon.rpc.v1.models import Models
+
+SERVICE = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"]
+SERVICE_NAME = SERVICE.full_name
+
+# Names of Triton, which supports model_stream_infer without a name.
+EXTENSIONS = ("model_configuration", "model_stream_infer", "parameters", "schedule_policy", "statistics")
+_PLATFORM = "antiphon"
+# Method name of a stream's requests in metrics and log lines.
+_STREAMED = f"{SERVICE_NAME}/ModelStreamInfer:request"
+_CONFIG_TYPES = {"BYTES": pb.TYPE_STRING, "INT32": pb.TYPE_INT32, "INT64": pb.TYPE_INT64, "FP32": pb.TYPE_FP32}
+
+
+class OpenInferenceServicer:
+    """RPC methods for every model. They raise AntiphonError; `rpc.py` converts it to a status.
+
+    pacing: time limit for a client to read a message of a stream.
+    """
+
+    def __init__(self, models: Models, in_flight: InFlight, health: Health, pacing: Pacing) -> None:
+        self._pacing = pacing
+        self._answering = Answering(models)
+        self._in_flight = in_flight
+        self._health = health
+
+    def generic_handler(self) -> grpc.GenericRpcHandler:
+        """Return the handlers of every method of the service, for `add_generic_rpc_handlers`."""
+        methods: dict[str, Method] = {
+            "ServerLive": self.server_live,
+            "ServerReady": self.server_ready,
+            "ModelReady": self.model_ready,
+            "ServerMetadata": self.server_metadata,
+            "ModelMetadata": self.model_metadata,
+            "ModelInfer": self.model_infer,
+            "ModelStreamInfer": self.model_stream_infer,
+            "ModelConfig": self.model_config,
+            "ModelStatistics": self.model_statistics,
+            "RepositoryIndex": self.repository_index,
+        }
+        self._in_flight.expect(_STREAMED)
+        return handlers_of(SERVICE, methods, self._in_flight)
+
+    async def server_live(self, message: pb.ServerLiveRequest, context: Context) -> pb.ServerLiveResponse:
+        """Return whether the process is alive."""
+        return pb.ServerLiveResponse(live=await self._health.is_live(context))
+
+    async def server_ready(self, message: pb.ServerReadyRequest, context: Context) -> pb.ServerReadyResponse:
+        """Return whether the server accepts requests."""
+        return pb.ServerReadyResponse(ready=await self._health.is_ready(context))
+
+    async def model_ready(self, message: pb.ModelReadyRequest, context: Context) -> pb.ModelReadyResponse:
+        """Return whether a model accepts requests; False for a model that is not served."""
+        try:
+            self._answering.find(message.name, message.version)
+        except AntiphonError:
+            return pb.ModelReadyResponse(ready=False)
+        return pb.ModelReadyResponse(ready=await self._health.is_ready(context))
+
+    async def server_metadata(self, message: pb.ServerMetadataRequest, context: Context) -> pb.ServerMetadataResponse:
+        """Describe the server."""
+        return pb.ServerMetadataResponse(name=_PLATFORM, version=_version(), extensions=EXTENSIONS)
+
+    async def model_metadata(self, message: pb.ModelMetadataRequest, context: Context) -> pb.ModelMetadataResponse:
+        """Describe a model's tensors."""
+        served = self._answering.find(message.name, message.version)
+        inputs, outputs = tensors_of(served)
+        return pb.ModelMetadataResponse(
+            name=served.name,
+            versions=[VERSION],
+            platform=_PLATFORM,
+            inputs=_metadata(inputs),
+            outputs=_metadata(outputs),
+        )
+
+    async def model_infer(self, message: pb.ModelInferRequest, context: Context) -> pb.ModelInferResponse:
+        """Return the complete answer to one request."""
+        return await self._answering.infer(self._answering.read(message), context)
+
+    async def model_stream_infer(self, requests: AsyncIterator[pb.ModelInferRequest], context: Context) -> None:
+        """Answer the requests of a stream."""
+        await Conversation(_STREAMED, self._answering, self._in_flight, self._pacing, context).run(requests)
+
+    async def model_config(self, message: pb.ModelConfigRequest, context: Context) -> pb.ModelConfigResponse:
+        """Describe a model in the form of Triton's configurations."""
+        served = self._answering.find(message.name, message.version)
+        inputs, outputs = tensors_of(served)
+        config = pb.ModelConfig(
+            name=served.name,
+            backend=_PLATFORM,
+            input=[
+                pb.ModelInput(
+                    name=tensor.name,
+                    data_type=_CONFIG_TYPES[tensor.datatype],
+                    dims=tensor.shape,
+                    optional=tensor is not TEXT,
+                )
+                for tensor in inputs
+            ],
+            output=[
+                pb.ModelOutput(name=tensor.name, data_type=_CONFIG_TYPES[tensor.datatype], dims=tensor.shape)
+                for tensor in outputs
+            ],
+            model_transaction_policy=pb.ModelTransactionPolicy(decoupled=not is_encoder(served)),
+        )
+        return pb.ModelConfigResponse(config=config)
+
+    async def model_statistics(
+        self, message: pb.ModelStatisticsRequest, context: Context
+    ) -> pb.ModelStatisticsResponse:
+        """Return the statistics of this service's requests, for one model or for all."""
+        answering = self._answering
+        wanted = [answering.find(message.name, message.version)] if message.name else list(answering.models)
+        return pb.ModelStatisticsResponse(
+            model_stats=[answering.counts_of(served).message(served.name) for served in wanted]
+        )
+
+    async def repository_index(
+        self, message: pb.RepositoryIndexRequest, context: Context
+    ) -> pb.RepositoryIndexResponse:
+        """List the models."""
+        kind = pb.RepositoryIndexResponse.ModelIndex
+        models = [kind(name=served.name, version=VERSION, state="READY") for served in self._answering.models]
+        return pb.RepositoryIndexResponse(models=models)
+
+
+def _metadata(tensors: Sequence[Described]) -> list[pb.ModelMetadataResponse.TensorMetadata]:
+    kind = pb.ModelMetadataResponse.TensorMetadata
+    return [kind(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape) for tensor in tensors]
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("antiphon")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"

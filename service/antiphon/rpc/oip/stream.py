@@ -1,0 +1,132 @@
+"""ModelStreamInfer: answers the requests of a stream concurrently. Each response has the id of its request.
+
+A model that generates sends one response per delta. An encoder sends one response per request, in the order of the
+requests. The last response of every request is marked with triton_final_response, including that of an error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterator
+from typing import cast
+
+from antiphon.domain.errors import AntiphonError, InvalidArgument, SlowReader
+from antiphon.observability.telemetry import Context
+from antiphon.oip import inference_pb2 as oip
+from antiphon.rpc.calls.rpc import InFlight
+from antiphon.rpc.oip.answering import Answering
+from antiphon.rpc.oip.inference import VERSION, Inference, RequestContext
+from antiphon.rpc.oip.tasks import STREAMED, delta, is_encoder
+from antiphon.rpc.v1.answers.pacing import Pacing
+from antiphon.v1 import inference_pb2 as pb
+
+# Maximum number of concurrent requests of one call. Further ones stay unread: flow control makes the client wait.
+MAX_OPEN_REQUESTS = 256
+# Triton's header: with it, the first error ends the call and becomes its status.
+ERROR_HEADER = ("triton_grpc_error", "true")
+
+
+class Conversation:
+    """One call and its requests. name: method name in the metrics and the log of each request."""
+
+    def __init__(self, name: str, answering: Answering, in_flight: InFlight, pacing: Pacing, context: Context) -> None:
+        self._name = name
+        self._answering = answering
+        self._in_flight = in_flight
+        self._writer = pacing.writer(context, lambda: self._open_bytes)
+        self._open_bytes = 0  # memory of the open requests, and of answers behind the one that is being written
+        self._context = context
+        self._writing = asyncio.Lock()  # gRPC accepts one message of a call at a time
+        self._ends_on_error = ERROR_HEADER in tuple(context.invocation_metadata() or ())
+
+    async def run(self, requests: AsyncIterator[oip.ModelInferRequest]) -> None:
+        """Answer every request. Returns when the client has ended its side and all requests are answered."""
+        slots = asyncio.Semaphore(MAX_OPEN_REQUESTS)
+        before: asyncio.Task[None] | None = None
+        try:
+            async with asyncio.TaskGroup() as group:
+                async for request in requests:
+                    await slots.acquire()
+                    before = group.create_task(self._account(request, before))
+                    before.add_done_callback(lambda _: slots.release())
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+
+    async def _account(self, request: oip.ModelInferRequest, before: asyncio.Task[None] | None) -> None:
+        """Answer one request, with metrics and a log line. Raises an error only if it must end the call."""
+        with self._in_flight.request(self._name, self._context) as call, self._keeping(request.ByteSize()):
+            call.code = "CANCELLED"  # replaced if the request ends
+            try:
+                await self._answer(request, before)
+                call.code = "OK"
+            except AntiphonError as error:
+                call.code = error.status.name
+                if self._ends_on_error or isinstance(error, SlowReader):  # a slow reader would not read the error
+                    raise
+                call.error = error
+                failed = oip.ModelInferResponse(id=request.id, model_name=request.model_name, model_version=VERSION)
+                message = oip.ModelStreamInferResponse(error_message=str(error), infer_response=failed)
+                await self._write(_serialized(message, is_last=True))
+
+    async def _answer(self, request: oip.ModelInferRequest, before: asyncio.Task[None] | None) -> None:
+        is_ordered = is_encoder(self._answering.find(request.model_name, request.model_version))
+        data = b""
+        try:
+            inference = self._answering.read(request, is_streamed=True)
+            if inference.task is STREAMED:
+                await self._generate(inference)
+                return
+            data = _serialized(
+                oip.ModelStreamInferResponse(infer_response=await self._answering.infer(inference, self._context)),
+                is_last=True,
+            )
+        finally:
+            if is_ordered and before is not None:
+                with self._keeping(len(data)):
+                    await asyncio.wait({before})
+        await self._write(data)
+
+    async def _generate(self, inference: Inference) -> None:
+        with self._answering.counting(inference.served) as timings:
+
+            async def write(data: bytes) -> None:
+                message = pb.GenerateResponse.FromString(data)
+                is_last = message.HasField("usage")
+                if is_last:
+                    timings.append(message.timing)
+                response = inference.response(delta(message, inference.shape), [message.usage] if is_last else [])
+                response.parameters["output_index"].int64_param = message.output_index
+                data = _serialized(oip.ModelStreamInferResponse(infer_response=response), is_last=is_last)
+                del message, response  # the client may not read, and their objects take several times the memory
+                await self._write(data)
+
+            context = cast("Context", RequestContext(self._context, inference.timeout_s, write))
+            try:
+                await inference.task.method(inference.served.servicer, inference.messages[0], context)
+            except InvalidArgument as error:
+                raise inference.with_client_field(error) from None
+
+    @contextlib.contextmanager
+    def _keeping(self, num_bytes: int) -> Iterator[None]:
+        """Count memory that the call takes until the context exits."""
+        self._open_bytes += num_bytes
+        try:
+            yield
+        finally:
+            self._open_bytes -= num_bytes
+
+    async def _write(self, data: bytes) -> None:
+        async with self._writing:
+            writing = asyncio.ensure_future(self._writer.write(data))
+            try:
+                await asyncio.shield(writing)
+            except asyncio.CancelledError:
+                # Another request ends the call. Its status can only be sent after the headers: wait for this write.
+                await asyncio.gather(writing, return_exceptions=True)
+                raise
+
+
+def _serialized(response: oip.ModelStreamInferResponse, *, is_last: bool) -> bytes:
+    response.infer_response.parameters["triton_final_response"].bool_param = is_last
+    return response.SerializeToString()

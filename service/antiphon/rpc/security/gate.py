@@ -1,0 +1,86 @@
+"""Authenticates calls: an interceptor before every service of a port that checks bearer tokens and names the caller.
+
+A call is refused before its request is read and before any header is sent. Refusals appear in metrics and log lines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from antiphon.domain.caller import enter_caller
+from antiphon.domain.errors import TokenInvalid, Unauthenticated
+from antiphon.observability.call import is_request_id
+from antiphon.observability.telemetry import Telemetry
+from antiphon.rpc.calls.method_handlers import handler
+from antiphon.rpc.calls.rpc import InFlight
+from antiphon.rpc.calls.waits.client_waits import ClientWaits
+from antiphon.rpc.security.reload import Reloading
+from antiphon.rpc.security.tokens import Token, owner_of
+
+# Orchestrators send probes without credentials. The answer is one enum value.
+_OPEN = ("/grpc.health.v1.Health/Check",)
+# All refused calls are counted under this name: clients without a token must not be able to create metric labels.
+_REFUSED = "(unauthenticated)"
+
+Metadata = Sequence[tuple[str, str | bytes]]
+Continuation = Callable[[grpc.HandlerCallDetails], Awaitable["grpc.RpcMethodHandler[Any, Any] | None"]]
+
+
+class Gate(grpc.aio.ServerInterceptor):
+    """Refuses calls without a valid token.
+
+    tokens: None accepts all calls. caller_key: metadata key in which a trusted proxy names the caller.
+    """
+
+    def __init__(
+        self,
+        telemetry: Telemetry,
+        waits: ClientWaits,
+        *,
+        tokens: Reloading[tuple[Token, ...]] | None,
+        caller_key: str | None = None,
+    ) -> None:
+        self._tokens = tokens
+        self._caller_key = caller_key
+        self._refusals = InFlight(telemetry, waits)
+
+    async def intercept_service(
+        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        """Return the handler of a call, or a handler that refuses it."""
+        metadata: Metadata = handler_call_details.invocation_metadata or ()
+        try:
+            if handler_call_details.method not in _OPEN:
+                owner = self._authenticated(metadata)
+                enter_caller(self._named_by_proxy(metadata) or owner)
+        except Unauthenticated as error:
+            return self._refusing(error)
+        return await continuation(handler_call_details)
+
+    def _authenticated(self, metadata: Metadata) -> str | None:
+        """Return the name of the call's token; None if tokens are not checked. Raises Unauthenticated."""
+        if self._tokens is None:
+            return None
+        given = [value for key, value in metadata if key == "authorization"]
+        if not given:
+            raise Unauthenticated("the call carries no token; send metadata authorization: Bearer TOKEN")
+        scheme, _, token = str(given[0]).partition(" ")
+        owner = owner_of(token.strip(), self._tokens.current()) if scheme.lower() == "bearer" else None
+        if owner is None or len(given) > 1:
+            raise TokenInvalid("the token is not one of this server's")
+        return owner
+
+    def _named_by_proxy(self, metadata: Metadata) -> str | None:
+        name = next((value for key, value in metadata if key == self._caller_key), None)
+        return name if isinstance(name, str) and is_request_id(name) else None
+
+    def _refusing(self, error: Unauthenticated) -> grpc.RpcMethodHandler[Any, Any]:
+        async def refuse() -> None:
+            raise error
+
+        # A handler of streams refuses without waiting for a request. Clients of unary methods see no difference.
+        return handler(self._refusals.guard_refused(_REFUSED, refuse), is_streaming=True)

@@ -1,0 +1,220 @@
+"""Runs decoder steps on a GPU: one copy in, one launch of a captured graph, one copy out; and one step ahead.
+
+A step in which every row feeds and samples one token is padded to a bucket of rows, whose graph is captured when it is
+first run and replayed from then on. Other steps (prefixes, targets to be scored) run without a captured graph.
+
+While rows stay as they are, the step after the present one is launched before the present one has been read: its
+tokens are taken on the device. If the rows turn out to have changed, its results are not used. What it wrote then
+belongs to positions that their rows write again, or to blocks that were freed and are written before they are read,
+since all work runs in one stream in order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import count
+
+import numpy as np
+from numpy.typing import NDArray
+
+from antiphon.ops.cache_geometry import BLOCK_SIZE, blocks_for
+from antiphon.ops.cuda.driver import CudaDevice
+from antiphon.ops.sampling import Samples, SamplingArrays
+from antiphon.runtime.cuda.batch_check import Bounds, check_batch
+from antiphon.runtime.cuda.buckets import candidate_bucket, power_of_two, row_bucket
+from antiphon.runtime.cuda.cuda_graph import Bound, CudaGraph, ElementType
+from antiphon.runtime.cuda.step_buffers import StepBuffers, StepTurn
+from antiphon.runtime.cuda.step_layout import StepSizes
+from antiphon.runtime.runner import DecodeBatch
+
+_FIRST_EDITS = 4096
+# Steps of the same rows before the next one is launched ahead: rows that change often would waste every such step.
+_QUIET_STEPS = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pool:
+    """The cache blocks on the device."""
+
+    address: int
+    shape: tuple[int, ...]
+    element: ElementType
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Launched:
+    """A step in flight. num_rows: rows without padding. sampling: the parameters, by identity."""
+
+    turn: StepTurn
+    num_rows: int
+    sizes: StepSizes
+    sampling: SamplingArrays
+
+
+class CudaDecoder:
+    """The decoder graph of a bundle on a device. goes_ahead: launch steps ahead."""
+
+    def __init__(
+        self, graph: CudaGraph, device: CudaDevice, pool: Pool, bounds: Bounds, *, goes_ahead: bool = True
+    ) -> None:
+        self._graph = graph
+        self._device = device
+        self._pool = pool
+        self._bounds = bounds
+        self._goes_ahead = goes_ahead
+        self._graph_ids = count(1)
+        self._captured: dict[tuple[int, int], tuple[int, Bound]] = {}
+        rows = bounds.max_rows
+        self._fixed = StepBuffers(device, self._sizes(rows, rows, rows, _FIRST_EDITS, candidate_bucket(0)))
+        self._free: StepBuffers | None = None
+        self._last: _Launched | None = None
+        self._ahead: _Launched | None = None
+        self._num_quiet = 0
+        self.num_ahead = 0  # steps whose results were there before they were asked for
+
+    def run(self, batch: DecodeBatch) -> Samples:
+        """Run one step and return its samples. Raises ValueError for a wrong index, GraphError."""
+        check_batch(batch, self._bounds)
+        rows = batch.num_rows
+        if batch.num_tokens != rows or len(batch.sampling) != rows:
+            self._last = self._ahead = None
+            return self._run_once(batch)
+        launched = self._found_ahead(batch) or self._launch(batch)
+        self._ahead = self._launch_ahead(launched, batch)
+        self._last = launched
+        launched.turn.event.wait()
+        return launched.turn.samples(rows, launched.sizes.candidates, batch.max_num_logprobs)
+
+    def _sizes(self, tokens: int, rows: int, samples: int, edits: int, candidates: int) -> StepSizes:
+        bounds = self._bounds
+        return StepSizes(
+            tokens=tokens,
+            rows=rows,
+            samples=samples,
+            edits=edits,
+            candidates=candidates,
+            self_width=blocks_for(bounds.max_target_len),
+            cross_width=blocks_for(bounds.max_source_len) if bounds.has_encoder else 0,
+        )
+
+    def _launch(self, batch: DecodeBatch) -> _Launched:
+        """Launch a step in which every row feeds one token."""
+        rows = row_bucket(batch.num_rows, self._bounds.max_rows)
+        candidates = candidate_bucket(batch.max_num_logprobs)
+        sizes = self._sizes(rows, rows, rows, int(batch.sampling.edit_offsets[-1]), candidates)
+        self._hold(sizes)
+        turn = self._fixed.next_turn()
+        turn.fill(batch, sizes)
+        launched = _Launched(turn=turn, num_rows=batch.num_rows, sizes=sizes, sampling=batch.sampling)
+        self._replay(launched)
+        return launched
+
+    def _hold(self, sizes: StepSizes) -> None:
+        """Make the fixed memory large enough; graphs that were captured with the old one are captured again."""
+        if not self._fixed.sizes.holds(sizes):
+            grown = self._sizes(1, 1, 1, power_of_two(sizes.edits), sizes.candidates)
+            self._device.wait()
+            self._fixed = StepBuffers(self._device, self._fixed.sizes.joined(grown))
+            self._captured.clear()
+            self._last = None
+
+    def _replay(self, launched: _Launched) -> None:
+        sizes = launched.sizes
+        key = (sizes.rows, sizes.candidates)
+        if key not in self._captured:
+            self._captured[key] = (next(self._graph_ids), self._bound(self._fixed, sizes))
+        graph_id, bound = self._captured[key]
+        launched.turn.copy_in()
+        self._graph.run(bound, graph_id)
+        launched.turn.copy_out(has_candidates=sizes.candidates > 1 or self._wants_one(launched.sampling))
+
+    @staticmethod
+    def _wants_one(sampling: SamplingArrays) -> bool:
+        return bool((sampling.ints("num_logprobs") > 0).any())
+
+    def _found_ahead(self, batch: DecodeBatch) -> _Launched | None:
+        """Return the step that was launched ahead if it is this batch."""
+        ahead, last, self._ahead = self._ahead, self._last, None
+        if ahead is None or last is None or not self._continues(last, batch):
+            return None
+        if not np.array_equal(batch.token_ids, last.turn.token_ids(last.num_rows)):
+            return None
+        self.num_ahead += 1
+        return ahead
+
+    def _launch_ahead(self, launched: _Launched, batch: DecodeBatch) -> _Launched | None:
+        """Launch the step after one, with the tokens that it samples, if its rows are likely to stay."""
+        is_quiet = self._last is not None and self._continues(self._last, batch)
+        self._num_quiet = self._num_quiet + 1 if is_quiet else 0
+        if not self._goes_ahead or self._num_quiet < _QUIET_STEPS or not _can_go_ahead(batch, self._bounds):
+            return None
+        turn = self._fixed.next_turn()
+        turn.advance(launched.turn, launched.num_rows, launched.sizes.rows)
+        ahead = _Launched(turn=turn, num_rows=launched.num_rows, sizes=launched.sizes, sampling=launched.sampling)
+        self._replay(ahead)
+        return ahead
+
+    def _continues(self, last: _Launched, batch: DecodeBatch) -> bool:
+        """Return True if a batch has the rows of a step, each one position further in the same blocks."""
+        rows, inputs = last.num_rows, last.turn.inputs
+        if batch.num_rows != rows or batch.sampling is not last.sampling:
+            return False
+        return (
+            np.array_equal(batch.positions, inputs["positions"][:rows] + 1)
+            and _is_prefix(batch.self_tables, inputs["self_tables"], rows)
+            and ("cross_lens" not in inputs or np.array_equal(batch.source_lens, inputs["cross_lens"][:rows]))
+            and ("cross_tables" not in inputs or _is_prefix(batch.cross_tables, inputs["cross_tables"], rows))
+        )
+
+    def _run_once(self, batch: DecodeBatch) -> Samples:
+        """Run a step of a rare shape without a captured graph: rows with a prefix, or targets to be scored."""
+        sizes = self._sizes(
+            power_of_two(batch.num_tokens),
+            row_bucket(batch.num_rows, self._bounds.max_rows),
+            power_of_two(len(batch.sampling)),
+            power_of_two(int(batch.sampling.edit_offsets[-1])),
+            candidate_bucket(batch.max_num_logprobs),
+        )
+        if self._free is None or not self._free.sizes.holds(sizes):
+            self._device.wait()
+            self._free = StepBuffers(self._device, sizes if self._free is None else self._free.sizes.joined(sizes))
+        turn = self._free.next_turn()
+        turn.fill(batch, sizes)
+        turn.copy_in()
+        self._graph.run(self._bound(self._free, sizes))
+        turn.copy_out(has_candidates=True)
+        turn.event.wait()
+        return turn.samples(len(batch.sampling), sizes.candidates, batch.max_num_logprobs)
+
+    def _bound(self, buffers: StepBuffers, sizes: StepSizes) -> Bound:
+        """Bind the leading part of each array, up to these sizes."""
+        bound = self._graph.bind()
+        lengths = {"self_tables": sizes.rows, "cross_tables": sizes.rows, "candidates": sizes.candidates}
+        lengths |= dict.fromkeys(("tokens", "positions", "rows", "self_lens", "cross_lens"), sizes.tokens)
+        lengths |= dict.fromkeys(("picks", "sample_positions", "float_params", "int_params"), sizes.samples)
+        lengths["edit_offsets"] = sizes.samples + 1
+        for name, place in buffers.inputs:
+            shape = (lengths.get(name, place.shape[0]), *place.shape[1:])
+            bound.bind_input(name, place.dtype.type, shape, buffers.device_inputs.address + place.offset)
+        for name, place in buffers.results:
+            shape = (sizes.samples, sizes.candidates) if name.startswith("top_") else (sizes.samples,)
+            bound.bind_output(name, place.dtype.type, shape, buffers.device_results.address + place.offset)
+        # The tokens that the step before sampled: this step reads them first and replaces them last.
+        previous = buffers.device_results.address + buffers.results.places["token_ids"].offset
+        bound.bind_input("previous", np.int32, (sizes.samples,), previous)
+        bound.bind_input("cache", self._pool.element, self._pool.shape, self._pool.address)
+        return bound
+
+
+def _can_go_ahead(batch: DecodeBatch, bounds: Bounds) -> bool:
+    """Return True if the next step needs neither the host's work on the tokens nor a block that a row may not have."""
+    sampling = batch.sampling
+    has_beams, is_forced = sampling.ints("is_normalized").any(), (sampling.ints("forced_id") >= 0).any()
+    needs_host = sampling.edit_offsets[-1] > 0 or has_beams or is_forced
+    following = batch.positions + np.int32(1)
+    has_room = (following % BLOCK_SIZE != 0).all() and following.max() < bounds.max_target_len
+    return bool(has_room and not needs_host)
+
+
+def _is_prefix(table: NDArray[np.int32], held: NDArray[np.int32], rows: int) -> bool:
+    return np.array_equal(table, held[:rows, : table.shape[1]])

@@ -1,0 +1,142 @@
+"""Runner of the cuda graphs of a bundle: the engine's interface to an NVIDIA GPU.
+
+Owns the pool's memory on the device. Does not know requests and text. One thread calls it, after its constructor, which
+may run in another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from antiphon.bundle.graph import GraphError
+from antiphon.bundle.manifest import Bundle, Precision
+from antiphon.ops.cache_geometry import BLOCK_SIZE, blocks_of_longest, cuda_pool_axes
+from antiphon.ops.cuda.driver import CudaDevice, CudaError
+from antiphon.ops.workspace import Workspace
+from antiphon.runtime.cuda.batch_check import Bounds
+from antiphon.runtime.cuda.cuda_graph import CudaGraph, bytes_of, element_of
+from antiphon.runtime.cuda.decoder import CudaDecoder, Pool
+from antiphon.runtime.cuda.encoder import CudaEncoder
+from antiphon.runtime.model_limits import DecodingModel
+from antiphon.runtime.runner import DecodeBatch, EncodeReport, Samples
+
+# Of the memory that is free once the weights are loaded; the rest is for workspace.
+_POOL_SHARE = 0.8
+
+
+class CudaRunner(DecodingModel):
+    """The encoder and decoder graphs of one bundle, or a decoder-only model, over one pool of cache blocks on a device.
+
+    device: with loaded kernels. num_blocks: size of the pool; None is enough for max_rows of the longest sequences, as
+    far as the device has memory for them. memory_limit_bytes: maximum memory of ONNX Runtime for each graph, weights
+    and workspace together. captures, goes_ahead: False to measure steps without CUDA graphs, or without steps ahead.
+    Raises GraphError, BundleError (no cuda graphs of this precision) or CudaError.
+    """
+
+    def __init__(
+        self,
+        bundle: Bundle,
+        device: CudaDevice,
+        *,
+        max_rows: int,
+        precision: Precision | None = None,
+        num_blocks: int | None = None,
+        memory_limit_bytes: int | None = None,
+        captures: bool = True,
+        goes_ahead: bool = True,
+    ) -> None:
+        model, graphs = bundle.manifest.model, bundle.graph_set(precision, "cuda")
+        super().__init__(model, graphs, max_rows)
+        self._device = device
+        device.use()  # this may be another thread than the one that runs steps
+        self.workspace = Workspace(is_own=True)  # of the processor, which computes nothing
+        opened = {
+            part: CudaGraph(
+                bundle.file(name),
+                part,
+                device,
+                captures=captures and part == "decoder",
+                memory_limit_bytes=memory_limit_bytes,
+            )
+            for part, name in (("encoder", graphs.encoder), ("decoder", graphs.decoder))
+            if name is not None
+        }
+        axes = cuda_pool_axes(model)
+        self._block_bytes = int(np.prod(axes)) * bytes_of(self.precision)
+        self.cache_bytes_per_token = self._block_bytes // BLOCK_SIZE
+        longest = blocks_of_longest(*model.longest_cached, BLOCK_SIZE)
+        self.num_blocks = num_blocks or self._blocks_that_fit(max_rows * longest, longest)
+        self._memory = device.allocate(self.num_blocks * self._block_bytes)
+        pool = Pool(address=self._memory.address, shape=(self.num_blocks, *axes), element=element_of(self.precision))
+        bounds = Bounds(
+            max_rows=max_rows,
+            num_blocks=self.num_blocks,
+            vocab_size=self.vocab_size,
+            max_target_len=model.max_target_len,
+            max_source_len=model.max_source_len if self.has_encoder else 0,
+            has_encoder=self.has_encoder,
+        )
+        self._decoder = CudaDecoder(opened["decoder"], device, pool, bounds, goes_ahead=goes_ahead)
+        self._encoder = (
+            CudaEncoder(opened["encoder"], device, model, self.precision, pool) if self.has_encoder else None
+        )
+
+    @property
+    def num_ahead(self) -> int:
+        """Return the number of steps whose results were there before they were asked for."""
+        return self._decoder.num_ahead
+
+    def encode(
+        self,
+        sources: Sequence[Sequence[int]],
+        block_tables: Sequence[Sequence[int]],
+        *,
+        type_ids: Sequence[Sequence[int]] = (),
+        keep_memory: bool = False,
+    ) -> EncodeReport:
+        """Encode packed sources of any lengths; source i fills the blocks block_tables[i].
+
+        type_ids have no effect here. Raises ValueError if a source does not fit, GraphError if the device fails.
+        """
+        if self._encoder is None:
+            raise ValueError("a decoder-only model encodes nothing")
+        try:
+            self._device.use()
+            return self._encoder.run(sources, block_tables=block_tables, keep_memory=keep_memory)
+        except CudaError as error:
+            raise GraphError(f"the encoder failed on the GPU: {error}") from error
+
+    def decode(self, batch: DecodeBatch) -> Samples:
+        """Feed every row its new tokens and sample its next one; arrays are valid until the next pass.
+
+        Raises ValueError if the batch does not fit, GraphError if the device fails.
+        """
+        try:
+            self._device.use()
+            return self._decoder.run(batch)
+        except CudaError as error:
+            raise GraphError(f"the decoder failed on the GPU: {error}") from error
+
+    def copy_blocks(self, sources: NDArray[np.int32], targets: NDArray[np.int32]) -> None:
+        """Copy blocks of the pool. Raises ValueError for a block outside it."""
+        for block in (*sources.tolist(), *targets.tolist()):
+            if not 0 <= block < self.num_blocks:
+                raise ValueError(f"block {block} is not of this pool of {self.num_blocks}")
+        self._device.use()
+        for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
+            start, size = self._memory.address, self._block_bytes
+            self._device.copy_within(start + target * size, start + source * size, size)
+
+    def _blocks_that_fit(self, wanted: int, fewest: int) -> int:
+        """Return the number of blocks that the device has memory for, at most `wanted`. Raises GraphError."""
+        free_bytes = self._device.description().free_bytes
+        fitting = int(_POOL_SHARE * free_bytes) // self._block_bytes
+        if fitting < fewest:
+            raise GraphError(
+                f"the GPU has {free_bytes} bytes left for cache blocks; the longest sequence needs"
+                f" {fewest} of {self._block_bytes} bytes and room for workspace"
+            )
+        return min(wanted, fitting)

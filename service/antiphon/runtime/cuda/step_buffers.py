@@ -1,0 +1,150 @@
+"""Memory of decoder steps: inputs and results on the device, and pinned copies of both for two steps in flight."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from antiphon.ops.cuda.driver import CudaDevice
+from antiphon.ops.cuda.nodes import PADDING
+from antiphon.ops.sampling import FLOAT_PARAMS, INT_PARAMS, Samples, SamplingArrays
+from antiphon.runtime.cuda.step_layout import EDITS, StepSizes, input_layout, result_layout
+from antiphon.runtime.runner import DecodeBatch
+
+_NEUTRAL_FLOATS = np.array(list(FLOAT_PARAMS.values()), np.float32)
+_NEUTRAL_INTS = np.array(list(INT_PARAMS.values()), np.int64)
+
+
+class StepBuffers:
+    """Memory for steps up to some sizes. The two turns are used one after the other."""
+
+    def __init__(self, device: CudaDevice, sizes: StepSizes) -> None:
+        self.sizes = sizes
+        self.inputs = input_layout(sizes)
+        self.results = result_layout(sizes)
+        self.device_inputs = device.allocate(self.inputs.num_bytes)
+        self.device_results = device.allocate(self.results.num_bytes)
+        self._turns = [StepTurn(device, self) for _ in range(2)]
+
+    def next_turn(self) -> StepTurn:
+        """Return the pinned memory that was used before the last, once no step uses it."""
+        self._turns.reverse()
+        self._turns[0].event.wait()
+        return self._turns[0]
+
+
+class StepTurn:
+    """Pinned inputs and results of one step. event: reached when the results have arrived."""
+
+    def __init__(self, device: CudaDevice, buffers: StepBuffers) -> None:
+        self._device = device
+        self._buffers = buffers
+        self._pinned_inputs = device.allocate_pinned(buffers.inputs.num_bytes)
+        self._pinned_results = device.allocate_pinned(buffers.results.num_bytes)
+        self.inputs = buffers.inputs.views(self._pinned_inputs.array)
+        self._results = buffers.results.views(self._pinned_results.array)
+        self._has_edits = False
+        self.event = device.event()
+
+    def fill(self, batch: DecodeBatch, padded: StepSizes) -> None:
+        """Write a batch, and padding up to these sizes, of which no kernel writes to a block."""
+        row_of_token = np.repeat(np.arange(batch.num_rows, dtype=np.int32), np.diff(batch.offsets))
+        self._fill_tokens("tokens", batch.token_ids, padded.tokens, 0)
+        self._fill_tokens("positions", batch.positions, padded.tokens, PADDING)
+        self._fill_tokens("rows", row_of_token, padded.tokens, 0)
+        self._fill_tokens("self_lens", batch.positions + 1, padded.tokens, 0)
+        self._fill_table("self_tables", batch.self_tables)
+        if "cross_lens" in self.inputs:
+            self._fill_tokens("cross_lens", batch.source_lens[row_of_token], padded.tokens, 0)
+            self._fill_table("cross_tables", batch.cross_tables)
+        self._fill_samples(batch, padded.samples)
+
+    def advance(self, before: StepTurn, rows: int, padded_rows: int) -> None:
+        """Write the step after that of another turn: the same rows, each with the token that it samples there."""
+        for name, array in before.inputs.items():
+            if name not in EDITS:
+                np.copyto(self.inputs[name], array)
+        for name in ("positions", "self_lens", "sample_positions"):
+            self.inputs[name][:rows] += 1
+        self.inputs["tokens"][:rows] = -1
+        self.inputs["tokens"][rows:padded_rows] = 0
+        self._has_edits = False
+
+    def copy_in(self) -> None:
+        """Copy the inputs to the device; edits only if there are any."""
+        places = self._buffers.inputs.places
+        num_bytes = self._buffers.inputs.num_bytes if self._has_edits else places[EDITS[0]].offset
+        self._device.copy_in(self._buffers.device_inputs.address, self._pinned_inputs.address, num_bytes)
+
+    def copy_out(self, *, has_candidates: bool) -> None:
+        """Copy the results from the device behind the step, and record the event behind the copy."""
+        places = self._buffers.results.places
+        num_bytes = self._buffers.results.num_bytes if has_candidates else places["top_ids"].offset
+        self._device.copy_out(self._pinned_results.address, self._buffers.device_results.address, num_bytes)
+        self.event.record()
+
+    def token_ids(self, samples: int) -> NDArray[np.int32]:
+        """Return the sampled tokens; valid once the event is reached."""
+        return self._results["token_ids"][:samples]
+
+    def samples(self, samples: int, computed: int, wanted: int) -> Samples:
+        """Return the results of a number of samples, with the first `wanted` of the `computed` candidates of each."""
+        return Samples(
+            self.token_ids(samples).astype(np.int64),
+            self._results["logprobs"][:samples],
+            self._candidates("top_ids", samples, computed, wanted).astype(np.int64),
+            self._candidates("top_logprobs", samples, computed, wanted),
+            self._candidates("top_scores", samples, computed, wanted),
+        )
+
+    def _candidates(self, name: str, samples: int, computed: int, wanted: int) -> NDArray[Any]:
+        computed_ones = self._results[name][: samples * computed].reshape(samples, computed)
+        return np.ascontiguousarray(computed_ones[:, :wanted])  # native beam search reads it by address
+
+    def _fill_tokens(self, name: str, values: NDArray[Any], padded: int, padding: int) -> None:
+        array = self.inputs[name]
+        array[: len(values)] = values
+        array[len(values) : padded] = padding
+
+    def _fill_table(self, name: str, table: NDArray[np.int32]) -> None:
+        rows, width = table.shape
+        self.inputs[name][:rows, :width] = table
+
+    def _fill_samples(self, batch: DecodeBatch, padded: int) -> None:
+        """Write the sampling parameters; samples of the padding are neutral and follow token 0."""
+        sampling, inputs = batch.sampling, self.inputs
+        count = len(sampling)
+        self._fill_tokens("picks", sampling.picks, padded, 0)
+        self._fill_tokens("sample_positions", batch.positions[sampling.picks], padded, 0)
+        for name, values, neutral in (
+            ("float_params", sampling.float_params, _NEUTRAL_FLOATS),
+            ("int_params", sampling.int_params, _NEUTRAL_INTS),
+        ):
+            inputs[name][:count] = values
+            inputs[name][count:padded] = neutral
+        num_edits = int(sampling.edit_offsets[-1])
+        inputs["edit_offsets"][: count + 1] = sampling.edit_offsets
+        inputs["edit_offsets"][count + 1 : padded + 1] = num_edits
+        self._has_edits = num_edits > 0
+        if num_edits:
+            inputs["edit_ids"][:num_edits] = sampling.edit_ids[:num_edits]
+            inputs["edit_values"][:num_edits] = sampling.edit_values[:num_edits]
+            inputs["edit_rounds"][:num_edits] = edit_rounds(sampling)
+
+
+def edit_rounds(sampling: SamplingArrays) -> NDArray[np.int32]:
+    """Return of each edit the number of earlier edits of the same sample and token: edits of one round commute."""
+    offsets, num_edits = sampling.edit_offsets, int(sampling.edit_offsets[-1])
+    owners = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
+    pairs = np.stack([owners, sampling.edit_ids[:num_edits]])
+    if np.unique(pairs, axis=1).shape[1] == num_edits:
+        return np.zeros(num_edits, np.int32)
+    seen: Counter[tuple[int, int]] = Counter()
+    rounds = np.zeros(num_edits, np.int32)
+    for index, pair in enumerate(zip(*pairs.tolist(), strict=True)):
+        rounds[index] = seen[pair]
+        seen[pair] += 1
+    return rounds

@@ -1,0 +1,106 @@
+"""The admin service of a server of several processes: every change reaches all workers, or none."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+
+from antiphon.domain.errors import AntiphonError, Unavailable
+from antiphon.rpc.calls.rpc import Context
+from antiphon.server.workers.link import LinkLost
+from antiphon.server.workers.worker_process import WorkerProcess
+from antiphon.v1 import admin_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+
+class WorkersAdmin:
+    """RPC methods. They raise AntiphonError; `rpc.py` converts it to a status.
+
+    serving: returns the workers that serve. on_loaded, on_unloaded: called with the name of a model after a change.
+    """
+
+    def __init__(
+        self,
+        serving: Callable[[], Sequence[WorkerProcess]],
+        on_loaded: Callable[[str], Awaitable[None]],
+        on_unloaded: Callable[[str], Awaitable[None]],
+    ) -> None:
+        self._serving = serving
+        self._on_loaded = on_loaded
+        self._on_unloaded = on_unloaded
+        self._changes: list[tuple[str, str, bytes]] = []  # method, model, message
+        self.changing = asyncio.Lock()
+        """Held during a change, and while a new worker catches up with the others."""
+
+    async def load_model(self, message: pb.LoadModelRequest, context: Context) -> pb.LoadModelResponse:
+        """Load a bundle in every worker. If one cannot, unload it from the others."""
+        async with self.changing:
+            request = message.SerializeToString()
+            first, *rest = self._workers()
+            answer = await _ask(first, "load_model", request)
+            results = await asyncio.gather(*(_ask(one, "load_model", request) for one in rest), return_exceptions=True)
+            failures = [result for result in results if isinstance(result, AntiphonError)]
+            if failures:
+                pairs = zip(rest, results, strict=True)
+                have = [first, *(one for one, result in pairs if isinstance(result, bytes))]
+                await self._undo(have, message.name)
+                raise failures[0]
+            self._changes.append(("load_model", message.name, request))
+            await self._on_loaded(message.name)
+            return pb.LoadModelResponse.FromString(answer)
+
+    async def unload_model(self, message: pb.UnloadModelRequest, context: Context) -> pb.UnloadModelResponse:
+        """Unload a model from every worker."""
+        async with self.changing:
+            request = message.SerializeToString()
+            answers = await asyncio.gather(*(_ask(one, "unload_model", request) for one in self._workers()))
+            kept = [change for change in self._changes if change[1] != message.name]
+            was_configured = len(kept) == len(self._changes)
+            self._changes = [*kept, ("unload_model", message.name, request)] if was_configured else kept
+            await self._on_unloaded(message.name)
+            has_drained = all(pb.UnloadModelResponse.FromString(answer).has_drained for answer in answers)
+            return pb.UnloadModelResponse(has_drained=has_drained)
+
+    async def get_memory(self, message: pb.GetMemoryRequest, context: Context) -> pb.GetMemoryResponse:
+        """Return the bytes of each model in the memory budget, all workers together."""
+        return pb.GetMemoryResponse.FromString(await _ask(self._workers()[0], "get_memory", b""))
+
+    async def get_cache(self, message: pb.GetCacheRequest, context: Context) -> pb.GetCacheResponse:
+        """Return the cache blocks of each model in every worker."""
+        request, workers = message.SerializeToString(), self._workers()
+        answers = await asyncio.gather(*(_ask(worker, "get_cache", request) for worker in workers))
+        caches = []
+        for worker, answer in zip(workers, answers, strict=True):
+            for cache in pb.GetCacheResponse.FromString(answer).caches:
+                cache.worker = worker.role.index
+                caches.append(cache)
+        return pb.GetCacheResponse(caches=sorted(caches, key=lambda cache: (cache.model, cache.worker)))
+
+    async def catch_up(self, worker: WorkerProcess) -> None:
+        """Make the changes so far in a new worker. Hold `changing`. Raises AntiphonError or LinkLost."""
+        for method in ("load_model", "unload_model"):  # loads first: the last model cannot be unloaded
+            for change, _, request in self._changes:
+                if change == method:
+                    await worker.administer(method, request)
+
+    def _workers(self) -> Sequence[WorkerProcess]:
+        workers = self._serving()
+        if not workers:
+            raise Unavailable("no worker is serving")
+        return workers
+
+    async def _undo(self, workers: Sequence[WorkerProcess], name: str) -> None:
+        request = pb.UnloadModelRequest(name=name).SerializeToString()
+        results = await asyncio.gather(*(_ask(one, "unload_model", request) for one in workers), return_exceptions=True)
+        if any(isinstance(result, AntiphonError) for result in results):
+            log.error("model %s could not be unloaded from every worker: %s", name, results)
+
+
+async def _ask(worker: WorkerProcess, method: str, request: bytes) -> bytes:
+    """Call one worker. One that dies meanwhile raises Unavailable: its successor catches up."""
+    try:
+        return await worker.administer(method, request)
+    except LinkLost:
+        raise Unavailable(f"worker {worker.role.index} has ended; try again") from None

@@ -1,0 +1,119 @@
+"""Makes the models that a benchmark compares. Runs in its own process, so that the measuring process never loads torch.
+
+    python -m antiphon.tools.bench.make_models random PRESET FOLDER
+    python -m antiphon.tools.bench.make_models ctranslate2 ORIGIN FOLDER
+
+`random` writes FOLDER/checkpoint and FOLDER/bundle; `ctranslate2` converts a checkpoint, or the weights of a bundle, to
+CTranslate2 in int8. Both need torch; `ctranslate2` also needs CTranslate2. On an error, prints the reason to standard
+error in one line and exits with 2.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, normalizers, pre_tokenizers
+
+from antiphon.architecture.config import ModelConfig, preset
+from antiphon.bundle.manifest import MANIFEST_NAME, BundleError, load_bundle
+from antiphon.checkpoints.checkpoint import CheckpointError, load_checkpoint, save_checkpoint, weights_of
+from antiphon.export.export import ExportError, export_bundle
+from antiphon.export.graphs.contrib_lowering import LoweringError
+from antiphon.export.verification.verify import VerificationError
+from antiphon.export.weights.unpacking import unpack_checkpoint
+from antiphon.text.tokenizer import SPECIAL_TOKENS, Tokenizer
+from antiphon.transformer.layers import DecoderLayer
+from antiphon.transformer.transformer import Transformer
+
+VOCAB_SIZE = 32_000
+MAX_LEN = 256
+_SEED = 1
+# Factor on the decoder's matrices: small enough that the last token still influences the hidden state six layers later.
+_GAIN = 0.25
+
+
+def main() -> int:
+    """Make the model that the arguments name. Return 0 when its folder is complete."""
+    kind, origin, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    torch.set_num_threads(1)
+    try:
+        (_make_random if kind == "random" else _make_ctranslate2)(origin, work)
+        shutil.rmtree(folder, ignore_errors=True)
+        work.rename(folder)
+    except (BundleError, CheckpointError, ExportError, LoweringError, VerificationError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return 0
+
+
+def random_model(config: ModelConfig) -> Transformer:
+    """Return a model with seeded random weights whose greedy targets never end and do not repeat one token.
+
+    With tied embeddings a random model repeats its input token, because the hidden state is closest to that token's
+    embedding. Random signs in the last norm select another token, which depends on the context. The embedding of the
+    end token is almost zero, so its logit is too, and the best of all other logits is higher.
+    """
+    torch.manual_seed(_SEED)
+    model = Transformer(config).eval()
+    assert model.decoder is not None
+    last = model.decoder.layers[-1]
+    assert isinstance(last, DecoderLayer)
+    norm = last.feed_forward_residual.norm.weight
+    assert isinstance(norm, torch.Tensor)
+    with torch.no_grad():
+        norm.copy_(torch.randn_like(norm).sign())
+        for name, parameter in model.decoder.layers.named_parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(_GAIN)
+            elif name.endswith("bias"):  # initially zero: an omitted bias would not change the output
+                parameter.add_(0.02 * torch.randn_like(parameter))
+        model.decoder.embedding.weight[config.eos_id] *= 0.01
+    return model
+
+
+def pair_tokenizer(vocab_size: int) -> Tokenizer:
+    """Build a tokenizer of exactly vocab_size tokens without training: single bytes, then pairs of bytes."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    singles = [*SPECIAL_TOKENS, *alphabet]
+    pairs = [(a, b) for a in alphabet for b in alphabet][: vocab_size - len(singles)]
+    tokens = [*singles, *(a + b for a, b in pairs)]
+    backend = Backend(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=pairs))
+    backend.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Strip()])
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True, use_regex=True)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(list(SPECIAL_TOKENS))
+    return Tokenizer.of_byte_bpe(backend)
+
+
+def _make_random(preset_name: str, folder: Path) -> None:
+    config = preset(preset_name, vocab_size=VOCAB_SIZE, max_source_len=MAX_LEN, max_target_len=MAX_LEN, dropout=0.0)
+    path = folder / "checkpoint"
+    save_checkpoint(path, config=config, weights=weights_of(random_model(config)), tokenizer=pair_tokenizer(VOCAB_SIZE))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # warnings of torch's exporter
+        export_bundle(
+            load_checkpoint(path), folder / "bundle", precisions=("int8",), explain=False, name=f"random-{preset_name}"
+        )
+
+
+def _make_ctranslate2(origin: str, folder: Path) -> None:
+    from antiphon.tools.bench.ctranslate2.conversion import save_ctranslate2_model
+
+    path = Path(origin)
+    is_bundle = (path / MANIFEST_NAME).is_file()
+    checkpoint = unpack_checkpoint(load_bundle(path)) if is_bundle else load_checkpoint(path)
+    save_ctranslate2_model(checkpoint, folder, quantization="int8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

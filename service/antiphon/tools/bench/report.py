@@ -1,0 +1,168 @@
+"""Findings of a benchmark as numbers, as a table and as JSON. Knows nothing about the individual sections."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from antiphon.bundle.machine import processor_name
+
+
+class BenchError(Exception):
+    """The benchmark cannot run; the message names the argument or file."""
+
+
+class BenchFailure(Exception):
+    """A measured side failed: outputs differ, or a process of the benchmark ended early."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """One figure and its comparison. Absent values are None.
+
+    name: the section. case: the measured case of that section. rows: number of sequences that run together.
+    antiphon, ctranslate2: medians, in `unit`. baseline: median of another side that is not CTranslate2.
+    against: name of the other side, with its settings.
+    ratio: median of the ratios of neighbouring runs, antiphon over the other. For latency and memory, less is better.
+    equal_outputs: share of requests for which both sides gave the same tokens.
+    """
+
+    name: str
+    case: str
+    rows: int
+    antiphon: float
+    ctranslate2: float | None = None
+    baseline: float | None = None
+    against: str | None = None
+    ratio: float | None = None
+    unit: str
+    equal_outputs: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Speed:
+    """Speed of one run: tokens, end tokens included; wall-clock seconds; and CPU seconds of this process."""
+
+    num_tokens: int
+    seconds: float
+    cpu_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """Subject of findings; see Finding for the fields. is_ctranslate2: the other side is CTranslate2."""
+
+    name: str
+    case: str
+    rows: int
+    against: str
+    is_ctranslate2: bool = False
+    equal_outputs: float | None = None
+
+    def finding(self, pairs: Sequence[tuple[float, float]], unit: str, *, digits: int = 1) -> Finding:
+        """Return medians of pairs (antiphon, other) of neighbouring figures, and the median of their ratios."""
+        theirs = round(statistics.median(other for _, other in pairs), digits)
+        ratios = [ours / other for ours, other in pairs if other]
+        return Finding(
+            name=self.name,
+            case=self.case,
+            rows=self.rows,
+            antiphon=round(statistics.median(ours for ours, _ in pairs), digits),
+            ctranslate2=theirs if self.is_ctranslate2 else None,
+            baseline=None if self.is_ctranslate2 else theirs,
+            against=self.against,
+            ratio=round(statistics.median(ratios), 3) if ratios else None,
+            unit=unit,
+            equal_outputs=None if self.equal_outputs is None else round(self.equal_outputs, 4),
+        )
+
+
+def compare(case: Case, pairs: Sequence[tuple[Speed, Speed]], unit: str = "tokens/s") -> list[Finding]:
+    """Return findings of alternating runs (antiphon, other): by wall clock, and by CPU time if both sides have it."""
+    wall = [(ours.num_tokens / ours.seconds, theirs.num_tokens / theirs.seconds) for ours, theirs in pairs]
+    cpu = [
+        (ours.num_tokens / ours.cpu_s, theirs.num_tokens / theirs.cpu_s)
+        for ours, theirs in pairs
+        if ours.cpu_s and theirs.cpu_s
+    ]
+    return [case.finding(wall, unit)] + ([case.finding(cpu, "tokens/CPU s")] if cpu else [])
+
+
+def share_equal(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> float:
+    """Return the share of requests whose targets are the same on both sides."""
+    return sum(list(a) == list(b) for a, b in zip(ours, theirs, strict=True)) / len(ours)
+
+
+_HEADING = ("section", "case", "rows", "antiphon", "other", "ratio", "unit", "equal", "against")
+_RIGHT = (2, 3, 4, 5, 7)
+
+
+def table(findings: Sequence[Finding]) -> str:
+    """Return the findings as a table with a heading and aligned columns, one finding per line."""
+    lines = [_HEADING, *(_cells(finding) for finding in findings)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(_HEADING))]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if column in _RIGHT else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    )
+
+
+def to_json(findings: Sequence[Finding], threads: int) -> str:
+    """Return a JSON object {machine, commit, sections}; commit is null outside a git checkout."""
+    described = {
+        "machine": machine(threads),
+        "commit": _commit(),
+        "sections": [asdict(finding) for finding in findings],
+    }
+    return json.dumps(described, indent=2) + "\n"
+
+
+def machine(threads: int) -> str:
+    """Describe the machine in one line: processor, cores, threads in use, and versions of both runtimes."""
+    runtimes = ", ".join(f"{name} {_version(name)}" for name in ("onnxruntime", "ctranslate2") if _version(name))
+    return f"{processor_name()}, {os.cpu_count()} cores, {threads} threads, {runtimes}"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    command = ("git", "-C", str(Path(__file__).resolve().parent), "describe", "--always", "--dirty", "--abbrev=12")
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _cells(finding: Finding) -> tuple[str, ...]:
+    other = finding.baseline if finding.ctranslate2 is None else finding.ctranslate2
+    return (
+        finding.name,
+        finding.case,
+        str(finding.rows),
+        _number(finding.antiphon),
+        _number(other),
+        "" if finding.ratio is None else f"{finding.ratio:.2f}",
+        finding.unit,
+        "" if finding.equal_outputs is None else f"{finding.equal_outputs:.0%}",
+        finding.against or "",
+    )
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.2f}"

@@ -1,0 +1,201 @@
+"""`antiphon size`: resource requests, limits, settings and replicas for a bundle and a rate, with every formula."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from antiphon.domain.limits import EngineLimits
+from antiphon.server.settings import SHIPPED_BUNDLE
+from antiphon.tools.capacity.ranges import add_limit_flag, number, whole
+from antiphon.tools.capacity.replicas import CapacityError, Demand, ServiceRate, read_load_result
+from antiphon.tools.capacity.sizing import device_memory
+from antiphon.tools.capacity.sizing.kustomize import component
+from antiphon.tools.capacity.sizing.size_report import as_json, as_text
+from antiphon.tools.capacity.sizing.sizing import SIZED_LIMITS, Lengths, Replica, Sizing, open_profiled, size
+
+EXIT_USER_ERROR = 2
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `antiphon size`."""
+    parser.add_argument(
+        "bundle",
+        type=Path,
+        nargs="?",
+        default=SHIPPED_BUNDLE,
+        metavar="BUNDLE",
+        help="directory of the exported model (default: the English-German one)",
+    )
+    _add_demand_flags(parser.add_argument_group("demand"))
+    _add_replica_flags(parser.add_argument_group("one replica, as in antiphon serve"))
+    group = parser.add_argument_group("output")
+    group.add_argument("--json", action="store_true", help="print one JSON object")
+    group.add_argument("--kustomize", type=Path, metavar="FILE", help="write a Kustomize component; - prints it")
+
+
+def _add_demand_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--rate", type=number(0, 1e9), metavar="R", help="total requests per second, at the peak")
+    rate = group.add_mutually_exclusive_group()
+    rate.add_argument(
+        "--load-result",
+        type=Path,
+        metavar="FILE",
+        help="rate that one replica sustains: JSON of `antiphon load --search` against one with the same cores",
+    )
+    rate.add_argument("--requests-per-s", type=number(0, 1e9), metavar="R", help="the same, as a number")
+    group.add_argument(
+        "--utilisation",
+        type=number(0, 1),
+        default=0.7,
+        metavar="U",
+        help="share of that rate to plan with (default: %(default)s)",
+    )
+    group.add_argument(
+        "--spare",
+        type=whole(0, 1000),
+        default=1,
+        metavar="N",
+        help="number of replicas that can fail (default: %(default)s)",
+    )
+    group.add_argument(
+        "--zones",
+        type=whole(1, 100),
+        default=1,
+        metavar="Z",
+        help="number of zones, of which one can fail (default: %(default)s, no zone can fail)",
+    )
+    group.add_argument(
+        "--clients",
+        type=whole(1, 1_000_000),
+        default=20,
+        metavar="N",
+        help="number of client processes (default: %(default)s)",
+    )
+    group.add_argument(
+        "--call-bytes",
+        type=whole(1, 1 << 30),
+        # Measured with a counting proxy: everyday sentences, streamed over HTTP/2, 100 bytes in and 420 out.
+        default=520,
+        metavar="N",
+        help="bytes of a call in both directions (default: %(default)s, a streamed sentence of ten tokens)",
+    )
+    for side in ("source", "target"):
+        group.add_argument(
+            f"--{side}-tokens",
+            type=whole(1, 1_048_576),
+            metavar="N",
+            help=f"length that few {side}s exceed, for the cache (default: the model's maximum)",
+        )
+
+
+def _add_replica_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--cores", type=whole(1, 1024), default=2, metavar="N", help="cores (default: %(default)s)")
+    group.add_argument(
+        "--workers",
+        type=_workers,
+        default="auto",
+        metavar="N",
+        help="processes that divide the cores; auto: by cores and size of the model (default: %(default)s)",
+    )
+    group.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="cuda: print the memory of a GPU that the bundle's cuda graphs need (default: %(default)s)",
+    )
+    for name in SIZED_LIMITS:
+        add_limit_flag(group, name, help_text="(default: %(default)s)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print a sizing and return the exit code."""
+    try:
+        if arguments.device == "cuda":
+            _print_device_memory(arguments)
+            return 0
+        sizing = _sized(arguments)
+        if arguments.kustomize is not None:
+            _write(arguments.kustomize, component(sizing, _command(arguments)))
+    except CapacityError as error:
+        print(f"antiphon size: {error}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    if str(arguments.kustomize) != "-":
+        print(json.dumps(as_json(sizing), indent=2) if arguments.json else as_text(sizing))
+    return 0
+
+
+def _print_device_memory(arguments: argparse.Namespace) -> None:
+    """Print the memory of a GPU. Raises CapacityError for flags that have no meaning there."""
+    if arguments.rate is not None or arguments.kustomize is not None:
+        raise CapacityError("--device cuda prints the memory of one GPU; leave out --rate and --kustomize")
+    lengths = Lengths(source=arguments.source_tokens, target=arguments.target_tokens)
+    memory = device_memory.device_memory_of(arguments.bundle, arguments.max_num_seqs, lengths)
+    print(json.dumps(device_memory.as_json(memory), indent=2) if arguments.json else device_memory.as_text(memory))
+
+
+def _sized(arguments: argparse.Namespace) -> Sizing:
+    bundle = open_profiled(arguments.bundle)
+    lengths = Lengths(source=arguments.source_tokens, target=arguments.target_tokens)
+    limits = EngineLimits(**{name: getattr(arguments, name) for name in SIZED_LIMITS})
+    if arguments.workers != "auto" and arguments.workers > arguments.cores:
+        raise CapacityError(f"--workers is {arguments.workers}; it must be at most --cores, {arguments.cores}")
+    replica = Replica(cores=arguments.cores, workers=arguments.workers, limits=limits, lengths=lengths)
+    return size(bundle, replica, _demand(arguments), _rate(arguments))
+
+
+def _workers(text: str) -> int | str:
+    return text if text == "auto" else whole(1, 256)(text)
+
+
+def _rate(arguments: argparse.Namespace) -> ServiceRate | None:
+    if arguments.load_result is not None:
+        return read_load_result(arguments.load_result)
+    if arguments.requests_per_s is not None:
+        return ServiceRate(requests_per_s=arguments.requests_per_s, origin="--requests-per-s")
+    if arguments.rate is not None:
+        raise CapacityError(
+            "--rate needs the rate that one replica sustains: --requests-per-s, or --load-result with a file that "
+            "`antiphon load --search --objective-p99-ms 250 --duration 30 --json FILE` wrote for the same cores"
+        )
+    return None
+
+
+def _demand(arguments: argparse.Namespace) -> Demand | None:
+    if arguments.rate is None:
+        return None
+    return Demand(
+        requests_per_s=arguments.rate,
+        utilisation=arguments.utilisation,
+        spare=arguments.spare,
+        zones=arguments.zones,
+        clients=arguments.clients,
+        call_bytes=arguments.call_bytes,
+    )
+
+
+def _command(arguments: argparse.Namespace) -> str:
+    """Return the command line that makes the same component, with the paths as they were given."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    defaults = vars(parser.parse_args([]))
+    words = ["antiphon", "size"]
+    if arguments.bundle != defaults.pop("bundle"):
+        words.append(str(arguments.bundle))
+    for name, default in defaults.items():
+        value = getattr(arguments, name)
+        if value != default and name != "json":
+            words += [f"--{name.replace('_', '-')}", f"{value:g}" if isinstance(value, float) else str(value)]
+    return " ".join(words)
+
+
+def _write(path: Path, content: str) -> None:
+    if str(path) == "-":
+        print(content, end="")
+        return
+    try:
+        path.write_text(content, encoding="utf-8")
+    except OSError as error:
+        raise CapacityError(f"--kustomize {path} cannot be written: {error.strerror}") from None
