@@ -11,7 +11,7 @@ import time
 from antiphon.domain.errors import InvalidArgument
 from antiphon.observability.background_writer import BackgroundWriter
 from antiphon.observability.call import AdmittedRequest, Call
-from antiphon.observability.metrics.metric_families import MetricFamilies
+from antiphon.observability.metrics import MetricFamilies
 
 log = logging.getLogger(__name__)
 

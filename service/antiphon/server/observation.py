@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
 from antiphon.observability.access_log import AccessLog
-from antiphon.observability.metrics.metric_families import MetricFamilies
+from antiphon.observability.metrics import MetricFamilies
 from antiphon.observability.telemetry import Telemetry
 from antiphon.observability.trace_context import Sampler
 from antiphon.server.settings import ConfigError, ServerConfig

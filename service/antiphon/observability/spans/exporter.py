@@ -17,7 +17,7 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
 from antiphon.observability.background_writer import BackgroundWriter
 from antiphon.observability.call import Call
-from antiphon.observability.metrics.metric_families import MetricFamilies
+from antiphon.observability.metrics import MetricFamilies
 from antiphon.observability.spans.span_tree import SpanTree
 
 log = logging.getLogger(__name__)
