@@ -13,8 +13,8 @@ from prometheus_client import CollectorRegistry
 
 from antiphon.observability.call import Call
 from antiphon.observability.metrics import MetricFamilies
-from antiphon.observability.spans.exporter import Spans
 from antiphon.observability.trace_context import TraceContext
+from antiphon.observability.tracing import Spans
 
 TIMEOUT_S = 30.0
 

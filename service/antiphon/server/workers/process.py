@@ -15,7 +15,7 @@ import uvloop
 from grpc_health.v1.health_pb2 import HealthCheckResponse
 from prometheus_client import CollectorRegistry, Metric
 
-from antiphon.observability.logs.log_handler import BackgroundHandler
+from antiphon.observability.logging import BackgroundHandler
 from antiphon.observability.metrics import MetricFamilies, add_process_metrics
 from antiphon.observability.telemetry import Telemetry
 from antiphon.rpc.calls.background import running_in_background
