@@ -12,7 +12,8 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Generic, Self, TypeVar, overload
+from functools import partial
+from typing import Any, Generic, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.core import HistogramMetricFamily
@@ -37,15 +38,15 @@ _Family = TypeVar("_Family", bound=Collector)
 
 
 class Declaration(Generic[_Family]):
-    """Declaration of one family. An attribute of `Families`, which returns the family of its registry.
+    """Declaration of one family in a subclass of `Families`. In its objects, the attribute is the family.
 
-    name: with the prefix. merge: None for counters and histograms. is_of_model: has a set of values for each model.
-    is_on_demand: exported only after its first use.
+    create: called with the registry. name: with the prefix. merge: None for counters and histograms.
+    is_of_model: has a set of values for each model. is_on_demand: exported only after its first use.
     """
 
     def __init__(
         self,
-        create: Callable[[CollectorRegistry], _Family],
+        create: Callable[..., _Family],
         name: str,
         *,
         merge: Merge | None = None,
@@ -61,38 +62,23 @@ class Declaration(Generic[_Family]):
     def __set_name__(self, owner: type[Families], attribute: str) -> None:
         self.attribute = attribute
 
-    @overload
-    def __get__(self, families: None, owner: type[Families]) -> Self: ...
-
-    @overload
-    def __get__(self, families: Families, owner: type[Families]) -> _Family: ...
-
-    def __get__(self, families: Families | None, owner: type[Families]) -> Self | _Family:
-        if families is None:
-            return self
+    def __get__(self, families: Families, owner: type[Families]) -> _Family:
         # Python finds the object's own attribute first, so this runs only once for each object.
-        family = families.__dict__[self.attribute] = self._create(families.registry)
+        family = families.__dict__[self.attribute] = self._create(registry=families.registry)
         return family
 
 
 def counter(name: str, documentation: str, *labels: str) -> Declaration[Counter]:
     """Declare a counter."""
-    return Declaration(
-        lambda registry: Counter(PREFIX + name, documentation, labels, registry=registry),
-        PREFIX + name,
-        is_of_model=MODEL_LABEL in labels,
-    )
+    create = partial(Counter, PREFIX + name, documentation, labels)
+    return Declaration(create, PREFIX + name, is_of_model=MODEL_LABEL in labels)
 
 
 def gauge(name: str, documentation: str, merge: Merge, *labels: str, is_on_demand: bool = False) -> Declaration[Gauge]:
     """Declare a gauge."""
-    return Declaration(
-        lambda registry: Gauge(PREFIX + name, documentation, labels, registry=registry),
-        PREFIX + name,
-        merge=merge,
-        is_of_model=MODEL_LABEL in labels,
-        is_on_demand=is_on_demand,
-    )
+    create = partial(Gauge, PREFIX + name, documentation, labels)
+    is_of_model = MODEL_LABEL in labels
+    return Declaration(create, PREFIX + name, merge=merge, is_of_model=is_of_model, is_on_demand=is_on_demand)
 
 
 def model_counter(name: str, documentation: str, *labels: str) -> Declaration[Counter]:
@@ -105,12 +91,9 @@ def model_gauge(name: str, documentation: str, merge: Merge, *labels: str) -> De
     return gauge(name, documentation, merge, MODEL_LABEL, *labels)
 
 
-def model_histogram(name: str, documentation: str, buckets: tuple[float, ...]) -> Declaration[CountedHistogram]:
+def model_histogram(name: str, documentation: str, buckets: Sequence[float]) -> Declaration[CountedHistogram]:
     """Declare a histogram with the model's name."""
-
-    def create(registry: CollectorRegistry) -> CountedHistogram:
-        return CountedHistogram(PREFIX + name, documentation, label=MODEL_LABEL, buckets=buckets, registry=registry)
-
+    create = partial(CountedHistogram, PREFIX + name, documentation, label=MODEL_LABEL, buckets=buckets)
     return Declaration(create, PREFIX + name, is_of_model=True)
 
 
