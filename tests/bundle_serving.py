@@ -11,7 +11,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from antiphon.client import AsyncClient
-from antiphon.observability.metrics.metric_families import MetricFamilies
+from antiphon.observability.metrics import MetricFamilies
 from antiphon.observability.telemetry import Telemetry
 from antiphon.ops.cuda.driver import CudaDevice
 from antiphon.rpc.calls.probes import HealthServicer

@@ -24,8 +24,8 @@ from antiphon.bundle.manifest import GenerationDefaults
 from antiphon.domain.limits import EngineLimits
 from antiphon.engine.engine import Engine
 from antiphon.observability.call import Call
-from antiphon.observability.metrics.engine_metrics import Metrics
-from antiphon.observability.metrics.metric_families import MetricFamilies
+from antiphon.observability.engine_metrics import Metrics
+from antiphon.observability.metrics import MetricFamilies
 from antiphon.observability.telemetry import Telemetry
 from antiphon.rpc.calls.connections.resets import Resets
 from antiphon.rpc.calls.probes import HealthServicer, Probes

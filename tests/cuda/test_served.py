@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from antiphon.bundle.manifest import Bundle
 from antiphon.client import Generation, Options
-from antiphon.observability.metrics.metric_families import MetricFamilies
+from antiphon.observability.metrics import MetricFamilies
 from antiphon.ops.cuda.driver import CudaDevice
 from antiphon.rpc.v1.answers.pacing import Pacing
 from antiphon.rpc.v1.models import Served

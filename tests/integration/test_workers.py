@@ -27,7 +27,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from antiphon.client import AsyncClient, Client, Generation, Options, ServerError
 from antiphon.client.admin_client import AdminClient
 from antiphon.client.placement import Offer, offer_of
-from antiphon.server.workers.merged_metrics import GAUGES
+from antiphon.observability.metrics import MERGE_RULES
 from antiphon.tools.capacity.sizing.footprint import SUPERVISOR_BYTES
 from antiphon.v1 import inference_pb2 as pb
 from antiphon.v1.inference_pb2_grpc import InferenceServiceStub
@@ -141,7 +141,7 @@ def test_every_gauge_says_how_those_of_several_workers_become_one(two: ServerPro
     with urllib.request.urlopen(two.metrics_url, timeout=PATIENCE_S) as response:
         families = list(text_string_to_metric_families(response.read().decode()))
     gauges = {family.name for family in families if family.type == "gauge" and not family.name.endswith("_created")}
-    assert gauges - GAUGES.keys() == {"python_info"}
+    assert gauges - MERGE_RULES.keys() == {"python_info"}
 
 
 async def test_client_of_many_requests_uses_both_workers(two: ServerProcess) -> None:

@@ -31,8 +31,8 @@ from antiphon.engine.sequences.stream import OutputStream
 from antiphon.engine.step.parts import StepParts
 from antiphon.engine.step.stepper import Stepper
 from antiphon.export.export import export_bundle
-from antiphon.observability.metrics.engine_metrics import Metrics
-from antiphon.observability.metrics.metric_families import MetricFamilies
+from antiphon.observability.engine_metrics import Metrics
+from antiphon.observability.metrics import MetricFamilies
 from antiphon.runtime.native_runner import NativeRunner
 from antiphon.text.tokenizer import Tokenizer, byte_bpe_format
 from antiphon.transformer.layers import CrossAttention

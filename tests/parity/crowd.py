@@ -22,8 +22,8 @@ from antiphon.engine.sequences.sequence import SequenceGroup
 from antiphon.engine.sequences.stream import OutputStream
 from antiphon.engine.step.parts import StepParts
 from antiphon.engine.step.stepper import Stepper
-from antiphon.observability.metrics.engine_metrics import Metrics
-from antiphon.observability.metrics.metric_families import MetricFamilies
+from antiphon.observability.engine_metrics import Metrics
+from antiphon.observability.metrics import MetricFamilies
 from antiphon.runtime.native_runner import NativeRunner
 from antiphon.runtime.runner import DecodeBatch, Runner, Samples
 from tests.fakes import FakeClock, limits_for

@@ -40,8 +40,8 @@ from antiphon.engine.engine import Engine
 from antiphon.engine.sequences.stream import OutputStream
 from antiphon.export.weights.quantize import quantize_rows
 from antiphon.importer.importer import ImportOptions, _inspect, _Source, import_checkpoint, load_model
-from antiphon.observability.metrics.engine_metrics import Metrics
-from antiphon.observability.metrics.metric_families import MetricFamilies
+from antiphon.observability.engine_metrics import Metrics
+from antiphon.observability.metrics import MetricFamilies
 from antiphon.runtime.runners import open_runner
 from antiphon.text.tokenizer import Tokenizer, TokenizerError, open_tokenizer
 from antiphon.tools.bench.ctranslate2.conversion import (

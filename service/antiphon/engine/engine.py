@@ -28,7 +28,7 @@ from antiphon.engine.sequences.sequence import SequenceGroup
 from antiphon.engine.sequences.stream import OutputStream, Publisher
 from antiphon.engine.step.parts import StepParts
 from antiphon.engine.step.stepper import Stepper
-from antiphon.observability.metrics.engine_metrics import Metrics
+from antiphon.observability.engine_metrics import Metrics
 from antiphon.runtime.runner import EncodeReport, Runner
 from antiphon.runtime.warm_up import warm_up
 

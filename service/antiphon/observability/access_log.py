@@ -11,7 +11,7 @@ import time
 from antiphon.domain.errors import InvalidArgument
 from antiphon.observability.background_writer import BackgroundWriter
 from antiphon.observability.call import AdmittedRequest, Call
-from antiphon.observability.metrics.metric_families import MetricFamilies
+from antiphon.observability.metrics import MetricFamilies
 
 log = logging.getLogger(__name__)
 
@@ -71,9 +71,9 @@ def _work(requests: list[AdmittedRequest]) -> dict[str, object]:
     first = requests[0]
     fields: dict[str, object] = {
         "priority": first.request.priority.value,
-        "source_tokens": sum(one.request.num_source_tokens for one in requests),
-        "generated_tokens": sum(one.num_generated for one in requests),
-        "finish_reasons": ",".join(reason.value for one in requests for reason in one.finish_reasons),
+        "source_tokens": sum(admitted.request.num_source_tokens for admitted in requests),
+        "generated_tokens": sum(admitted.num_generated for admitted in requests),
+        "finish_reasons": ",".join(reason.value for admitted in requests for reason in admitted.finish_reasons),
     }
     if (cause := first.stream.cancel_cause) is not None:
         fields["cancel_cause"] = cause.value

@@ -1,6 +1,6 @@
 """Queue from the event loop to a thread that writes items in batches. The event loop never waits for the thread.
 
-Knows nothing about the items. An item that arrives while the queue is full is dropped, and a callback counts it.
+An item that arrives while the queue is full is dropped, and a callback counts it.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from typing import Protocol
 from antiphon.domain.cancellation import CancelCause
 from antiphon.domain.errors import AntiphonError
 from antiphon.domain.request import FinishReason, Request, Timing, TokenEvent
-from antiphon.observability.metrics.engine_metrics import Metrics
+from antiphon.observability.engine_metrics import Metrics
 from antiphon.observability.trace_context import TraceContext
 
 REQUEST_ID_KEY = "x-request-id"

@@ -1,4 +1,4 @@
-"""Trace of a call, according to W3C Trace Context. Knows no exporter: logs and exemplars need it too.
+"""Trace of a call, according to W3C Trace Context. Needs no opentelemetry: logs and exemplars use it too.
 
 https://www.w3.org/TR/trace-context/#traceparent-header
 """

@@ -8,13 +8,13 @@ from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
 from antiphon.observability.access_log import AccessLog
-from antiphon.observability.metrics.metric_families import MetricFamilies
+from antiphon.observability.metrics import MetricFamilies
 from antiphon.observability.telemetry import Telemetry
 from antiphon.observability.trace_context import Sampler
 from antiphon.server.settings import ConfigError, ServerConfig
 
 if TYPE_CHECKING:
-    from antiphon.observability.spans.exporter import Spans
+    from antiphon.observability.tracing import Spans
 
 # Time for a slow reader of the log, or a slow collector, at shutdown.
 _FLUSH_S = 3.0
@@ -25,7 +25,7 @@ def check_tracing(config: ServerConfig) -> None:
     if config.otlp_endpoint is None:
         return
     try:
-        import antiphon.observability.spans.exporter  # noqa: F401 - checks that it and its imports are installed
+        import antiphon.observability.tracing  # noqa: F401 - checks that it and its imports are installed
     except ImportError as error:
         missing = f"otlp_endpoint is {config.otlp_endpoint!r}, and {error.name} is not installed"
         raise ConfigError(f"{missing}: pip install 'antiphon[trace]'") from None
@@ -39,9 +39,8 @@ async def observing(config: ServerConfig, families: MetricFamilies) -> AsyncIter
     if config.access_log != "none":
         sinks.append(AccessLog(families, is_for_all=config.access_log == "all"))
     if config.otlp_endpoint is not None:
-        from antiphon.observability.spans.exporter import (
-            open_spans,  # without the setting, opentelemetry is never imported
-        )
+        # Without the setting, opentelemetry is never imported.
+        from antiphon.observability.tracing import open_spans
 
         sinks.append(open_spans(config.otlp_endpoint, families))
         sampler = Sampler(config.trace_sample_ratio)

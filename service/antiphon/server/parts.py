@@ -17,8 +17,7 @@ from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 from prometheus_client import CollectorRegistry
 
-from antiphon.observability.metrics.metric_families import MetricFamilies
-from antiphon.observability.metrics.process_metrics import add_process_metrics
+from antiphon.observability.metrics import MetricFamilies, add_process_metrics
 from antiphon.observability.telemetry import Telemetry
 from antiphon.ops.cuda.driver import CudaDevice
 from antiphon.rpc.calls.background import in_background, running_in_background

@@ -15,8 +15,7 @@ from prometheus_client import CollectorRegistry
 
 from antiphon.domain.errors import OverBudget
 from antiphon.engine.interpreter import interpreter_for_steps
-from antiphon.observability.logs.formats import configure_logging
-from antiphon.observability.logs.log_handler import is_log_behind
+from antiphon.observability.logging import configure_logging, is_log_behind
 from antiphon.observability.telemetry import Telemetry
 from antiphon.rpc.calls.background import is_anything_left
 from antiphon.rpc.calls.connections.ports import PortError

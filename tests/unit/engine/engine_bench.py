@@ -12,8 +12,8 @@ from antiphon.domain.limits import EngineLimits
 from antiphon.domain.request import Request, SamplingParams, TokenEvent
 from antiphon.engine.engine import Engine
 from antiphon.engine.sequences.stream import OutputStream
-from antiphon.observability.metrics.engine_metrics import Metrics
-from antiphon.observability.metrics.metric_families import MetricFamilies
+from antiphon.observability.engine_metrics import Metrics
+from antiphon.observability.metrics import MetricFamilies
 from tests.fakes import FakeRunner, limits_for, request_of
 
 TIMEOUT_S = 30.0  # of a broken test; a passing test does not wait for it

@@ -18,8 +18,8 @@ from antiphon.engine.sequences.sequence import SequenceGroup, SequenceState
 from antiphon.engine.sequences.stream import OutputStream
 from antiphon.engine.step.parts import StepParts
 from antiphon.engine.step.stepper import Stepper
-from antiphon.observability.metrics.engine_metrics import Metrics
-from antiphon.observability.metrics.metric_families import MetricFamilies
+from antiphon.observability.engine_metrics import Metrics
+from antiphon.observability.metrics import MetricFamilies
 from tests.fakes import FakeClock, FakeRunner, limits_for, request_of
 
 BLOCK_SIZE = 4

@@ -13,8 +13,8 @@ from antiphon.domain.errors import DeadlineExceeded, EngineFault, InvalidArgumen
 from antiphon.domain.limits import EngineLimits
 from antiphon.domain.request import FinishReason, SamplingParams
 from antiphon.engine.engine import Engine
-from antiphon.observability.metrics.engine_metrics import Metrics
-from antiphon.observability.metrics.metric_families import MetricFamilies
+from antiphon.observability.engine_metrics import Metrics
+from antiphon.observability.metrics import MetricFamilies
 from tests.fakes import FakeRunner, source_of, tokens_of
 from tests.unit.engine.engine_bench import TIMEOUT_S, Bench, Gate, arrive, read
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
-from antiphon.observability.metrics.histogram import CountedHistogram
+from antiphon.observability.families import CountedHistogram
 
 BOUNDS = (0.001, 0.01, 0.5, 2.0)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from antiphon.observability.logs.log_handler import BackgroundHandler
+from antiphon.observability.logging import BackgroundHandler
 from tests.disks import disk_of
 
 # Turns a hang into a failure.

@@ -14,7 +14,7 @@ import pytest
 from antiphon.domain.errors import InvalidArgument
 from antiphon.observability.access_log import fields_of
 from antiphon.observability.call import Call, enter_call
-from antiphon.observability.logs.formats import configure_logging, rfc3339, where_of
+from antiphon.observability.logging import configure_logging, rfc3339, where_of
 from antiphon.observability.trace_context import Sampler, TraceContext, read_trace_parent
 
 SECRET = "Geheimnis"

@@ -9,15 +9,13 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric
 
 from antiphon.bundle.manifest import MemoryFit
-from antiphon.observability.metrics.engine_metrics import Metrics
-from antiphon.observability.metrics.metric_families import MetricFamilies
-from antiphon.observability.metrics.process_metrics import add_process_metrics
-from antiphon.observability.metrics.rpc_metrics import RpcMetrics
+from antiphon.observability.engine_metrics import Metrics
+from antiphon.observability.metrics import MERGE_RULES, MetricFamilies, WorkerMetrics, add_process_metrics
+from antiphon.observability.telemetry import RpcMetrics
 from antiphon.ops.workspace import Workspace
 from antiphon.rpc.calls.waits.client_wait_metrics import WaitMetrics
 from antiphon.rpc.security.file_metrics import FileMetrics
 from antiphon.server.settings import ServerConfig
-from antiphon.server.workers.worker_metrics import WorkerMetrics
 from tests.waits import client_waits
 
 DOCS = Path(__file__).parents[3] / "docs" / "OBSERVABILITY.md"
@@ -69,6 +67,11 @@ def test_documented_metrics_equal_those_of_the_registry() -> None:
     ours = {name: row for name, row in rows(full_registry()).items() if name.startswith("antiphon_")}
     assert {name: row[:3] for name, row in documented().items()} == ours
     assert [name for name, row in documented().items() if len(row[3]) < 10] == []
+
+
+def test_every_gauge_of_ours_has_a_rule_that_merges_those_of_several_processes() -> None:
+    gauges = {name for name, row in rows(full_registry()).items() if row[0] in ("gauge", "info")}
+    assert {name for name in gauges - MERGE_RULES.keys() if name.startswith(("antiphon_", "process_"))} == set()
 
 
 def test_settings_of_logs_and_spans_are_documented() -> None:

@@ -17,10 +17,10 @@ from antiphon.bundle.manifest import MemoryFit
 from antiphon.domain.cancellation import CancelCause
 from antiphon.domain.errors import InvalidArgument, QueueFull, SlowReader, Unavailable
 from antiphon.domain.request import FinishReason, Timing
-from antiphon.observability.metrics.engine_metrics import CacheUse, Metrics
-from antiphon.observability.metrics.metric_families import MetricFamilies
-from antiphon.observability.metrics.rpc_metrics import RpcMetrics
-from antiphon.observability.metrics.workspace_by_length import KINDS, LENGTHS
+from antiphon.observability.engine_metrics import CacheUse, Metrics
+from antiphon.observability.metrics import MetricFamilies
+from antiphon.observability.telemetry import RpcMetrics
+from antiphon.observability.workspace_metrics import KINDS, LENGTHS
 from antiphon.ops.workspace import Workspace
 from antiphon.runtime.runner import EncodeReport
 

@@ -12,9 +12,9 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from prometheus_client import CollectorRegistry
 
 from antiphon.observability.call import Call
-from antiphon.observability.metrics.metric_families import MetricFamilies
-from antiphon.observability.spans.exporter import Spans
+from antiphon.observability.metrics import MetricFamilies
 from antiphon.observability.trace_context import TraceContext
+from antiphon.observability.tracing import Spans
 
 TIMEOUT_S = 30.0
 

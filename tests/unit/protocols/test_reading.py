@@ -14,8 +14,8 @@ from antiphon.domain.errors import DeadlineExceeded
 from antiphon.domain.request import Request
 from antiphon.engine.engine import Engine
 from antiphon.engine.sequences.stream import OutputStream
-from antiphon.observability.metrics.engine_metrics import Metrics
-from antiphon.observability.metrics.metric_families import MetricFamilies
+from antiphon.observability.engine_metrics import Metrics
+from antiphon.observability.metrics import MetricFamilies
 from antiphon.rpc.v1.answers.reading import reading
 from tests.fakes import FakeClock, FakeRunner, limits_for, request_of, source_of
 

@@ -16,7 +16,7 @@ from grpc_reflection.v1alpha.reflection_pb2_grpc import ServerReflectionStub
 from prometheus_client import CollectorRegistry
 
 from antiphon.client import AsyncClient, Connection, Generation, connection
-from antiphon.observability.metrics.metric_families import MetricFamilies
+from antiphon.observability.metrics import MetricFamilies
 from antiphon.observability.telemetry import Telemetry
 from antiphon.rpc.calls.probes import HealthServicer
 from antiphon.rpc.security.file_metrics import FileMetrics

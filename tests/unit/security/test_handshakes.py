@@ -15,7 +15,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from antiphon.client import AsyncClient, RetryPolicy, ServerError
-from antiphon.observability.metrics.metric_families import MetricFamilies
+from antiphon.observability.metrics import MetricFamilies
 from antiphon.observability.telemetry import Telemetry
 from antiphon.rpc.security.file_metrics import FileMetrics
 from antiphon.server import admin, listener

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, Gauge
 
 from antiphon.cli.main import main
 from antiphon.client import AsyncClient, Client, Connection, RetryPolicy, ServerError
-from antiphon.observability.metrics.metric_families import MetricFamilies
+from antiphon.observability.metrics import MetricFamilies
 from antiphon.rpc.calls.connections.ports import serve_metrics
 from antiphon.rpc.security.file_metrics import FileMetrics
 from antiphon.rpc.security.reload import FileProblem, Reloading

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from antiphon.architecture.heads import HeadConfig
 from antiphon.domain.errors import ModelNotFound
-from antiphon.observability.metrics.metric_families import MetricFamilies
+from antiphon.observability.metrics import MetricFamilies
 from antiphon.ops.cache_geometry import blocks_for
 from antiphon.rpc.v1.answers.pacing import Pacing
 from antiphon.server.admin import AdminServicer

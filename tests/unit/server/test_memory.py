@@ -17,7 +17,7 @@ from antiphon.bundle.manifest import Bundle, MemoryFit, MemoryProfile, load_bund
 from antiphon.domain.errors import InvalidArgument, OverBudget, Unavailable
 from antiphon.domain.limits import EngineLimits
 from antiphon.engine.sequences.stream import OutputStream
-from antiphon.observability.metrics.metric_families import MetricFamilies
+from antiphon.observability.metrics import MetricFamilies
 from antiphon.ops.cache_geometry import blocks_for
 from antiphon.rpc.v1.answers.pacing import Pacing
 from antiphon.runtime.native_encoder import RUN_TOKENS

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry
 
 from antiphon.architecture.heads import HeadConfig
 from antiphon.architecture.heads import Task as HeadTask
-from antiphon.observability.metrics.metric_families import MetricFamilies
+from antiphon.observability.metrics import MetricFamilies
 from antiphon.rpc.v1.answers.pacing import Pacing
 from antiphon.runtime.warm_up import NotFinite, warm_up
 from antiphon.server.models.loading import Shared, StartupError, load

@@ -14,8 +14,8 @@ from prometheus_client import CollectorRegistry
 from antiphon.engine.engine import Engine
 from antiphon.engine.heartbeat import Heartbeat
 from antiphon.engine.sequences.stream import OutputStream
-from antiphon.observability.metrics.engine_metrics import Metrics
-from antiphon.observability.metrics.metric_families import MetricFamilies
+from antiphon.observability.engine_metrics import Metrics
+from antiphon.observability.metrics import MetricFamilies
 from antiphon.rpc.calls.background import running_in_background
 from antiphon.rpc.calls.probes import LIVENESS, Probes
 from antiphon.rpc.v1.models import Served

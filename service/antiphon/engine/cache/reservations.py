@@ -17,7 +17,7 @@ from antiphon.domain.request import Priority
 from antiphon.engine.batch.rows import RunningRows
 from antiphon.engine.cache.block_pool import BlockPool
 from antiphon.engine.sequences.sequence import Sequence, SequenceGroup
-from antiphon.observability.metrics.engine_metrics import CacheUse
+from antiphon.observability.engine_metrics import CacheUse
 from antiphon.ops.cache_geometry import blocks_for, blocks_of_longest
 from antiphon.runtime.runner import Runner
 

@@ -8,7 +8,7 @@ from antiphon.engine.batch.rows import RunningRows
 from antiphon.engine.cache.reservations import Reservations
 from antiphon.engine.scheduling.row_turns import RowTurns
 from antiphon.engine.sequences.sequence import Sequence, SequenceGroup
-from antiphon.observability.metrics.engine_metrics import Metrics
+from antiphon.observability.engine_metrics import Metrics
 
 
 class Preemption:

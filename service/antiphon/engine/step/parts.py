@@ -17,7 +17,7 @@ from antiphon.engine.cache.reservations import Reservations, empty_rows, may_run
 from antiphon.engine.queue.request_queue import RequestQueue
 from antiphon.engine.scheduling.row_turns import RowTurns
 from antiphon.engine.sequences.sequence import SequenceGroup
-from antiphon.observability.metrics.engine_metrics import Metrics
+from antiphon.observability.engine_metrics import Metrics
 from antiphon.runtime.runner import Runner
 
 

@@ -6,7 +6,7 @@ from typing import get_args
 
 from prometheus_client import Gauge
 
-from antiphon.observability.metrics.metric_families import MetricFamilies
+from antiphon.observability.metrics import MetricFamilies
 from antiphon.rpc.security.reload import Result
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from antiphon.domain.errors import LastModel, Loading, ModelExists, ModelNotFound
 from antiphon.engine.engine import Engine
-from antiphon.observability.metrics.engine_metrics import Metrics
+from antiphon.observability.engine_metrics import Metrics
 from antiphon.rpc.v1.servicer import InferenceServicer
 from antiphon.v1 import inference_pb2 as pb
 

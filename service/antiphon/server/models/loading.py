@@ -14,8 +14,8 @@ from antiphon.domain.errors import InvalidArgument
 from antiphon.domain.limits import EncodeBudget, EngineLimits
 from antiphon.engine.engine import Engine
 from antiphon.engine.scheduling.admission import limits_of
-from antiphon.observability.metrics.engine_metrics import Metrics
-from antiphon.observability.metrics.metric_families import MetricFamilies
+from antiphon.observability.engine_metrics import Metrics
+from antiphon.observability.metrics import MetricFamilies
 from antiphon.ops.cache_geometry import BLOCK_SIZE, blocks_of_longest
 from antiphon.ops.cuda.driver import CudaDevice, CudaError
 from antiphon.ops.workspace import WorkspaceError

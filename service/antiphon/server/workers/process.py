@@ -15,9 +15,8 @@ import uvloop
 from grpc_health.v1.health_pb2 import HealthCheckResponse
 from prometheus_client import CollectorRegistry, Metric
 
-from antiphon.observability.logs.log_handler import BackgroundHandler
-from antiphon.observability.metrics.metric_families import MetricFamilies
-from antiphon.observability.metrics.process_metrics import add_process_metrics
+from antiphon.observability.logging import BackgroundHandler
+from antiphon.observability.metrics import MetricFamilies, add_process_metrics
 from antiphon.observability.telemetry import Telemetry
 from antiphon.rpc.calls.background import running_in_background
 from antiphon.rpc.calls.connections.ports import PortError

@@ -10,11 +10,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from prometheus_client import CollectorRegistry
 
 from antiphon.domain.errors import AntiphonError
+from antiphon.observability.metrics import WorkerMetrics
 from antiphon.server.settings import ServerConfig
 from antiphon.server.workers.division import Division
 from antiphon.server.workers.link import LinkLost
 from antiphon.server.workers.role import Role
-from antiphon.server.workers.worker_metrics import WorkerMetrics
 from antiphon.server.workers.worker_process import LoadedModel, WorkerProcess
 
 log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ import grpc.aio
 from antiphon.domain.cancellation import CancelCause
 from antiphon.domain.errors import AntiphonError, EngineFault
 from antiphon.observability.call import Call
-from antiphon.observability.logs.formats import where_of
+from antiphon.observability.logging import where_of
 from antiphon.observability.telemetry import Context
 from antiphon.rpc.calls.status.core_cancel import cancel_call
 from antiphon.rpc.calls.status.deadline import remaining_s

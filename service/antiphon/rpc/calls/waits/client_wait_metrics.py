@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from antiphon.observability.metrics.metric_families import MetricFamilies
+from antiphon.observability.metrics import MetricFamilies
 from antiphon.rpc.calls.waits.client_waits import ClientWaits, Stage
 
 

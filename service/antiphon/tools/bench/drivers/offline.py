@@ -17,8 +17,8 @@ from antiphon.domain.tasks import Generate
 from antiphon.engine.engine import Engine
 from antiphon.engine.interpreter import interpreter_for_steps
 from antiphon.engine.sequences.stream import OutputStream
-from antiphon.observability.metrics.engine_metrics import Metrics
-from antiphon.observability.metrics.metric_families import MetricFamilies
+from antiphon.observability.engine_metrics import Metrics
+from antiphon.observability.metrics import MetricFamilies
 from antiphon.runtime.runner import Runner
 
 A = TypeVar("A")

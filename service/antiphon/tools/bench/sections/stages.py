@@ -17,7 +17,7 @@ import uvloop
 from prometheus_client import CollectorRegistry
 
 from antiphon.client import Source
-from antiphon.observability.logs.formats import configure_logging
+from antiphon.observability.logging import configure_logging
 from antiphon.rpc.security.file_metrics import FileMetrics
 from antiphon.server.access import Access
 from antiphon.server.lifecycle import Stop

@@ -1,19 +1,32 @@
-"""Writes log records in a separate thread, so that serving never waits for the reader of the log.
+"""Log of the process: formats of records, and the thread that writes them.
 
-Standard error is usually a pipe. If its reader is slow or the disk behind it is full, a write blocks. In the event loop
-that would block every client and every probe. Every line that is not written is counted.
+Records are lines of text or of JSON, each with the id of its RPC. A record's own fields come in
+`extra={"fields": {...}}`. Text from clients is never logged: for an error that occurs while a request is read,
+`where_of` shows the place without the message, which might quote the request.
+
+Serving never waits for the reader of the log. Standard error is usually a pipe: if its reader is slow or the disk
+behind it is full, a write blocks, and in the event loop that would block every client and every probe. Every line that
+is not written is counted.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
+import json
 import logging
 import os
 import queue
+import re
+import sys
 import threading
-from collections.abc import Callable
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
 from typing import TextIO
+
+from antiphon.observability.call import current_call
 
 # Maximum number of lines that wait for a slow reader: some megabytes, several seconds of the busiest log.
 MAX_PENDING_LINES = 10_000
@@ -21,6 +34,114 @@ MAX_PENDING_LINES = 10_000
 _LAST_LINES_S = 1.0
 # Delay before a stream that failed is tried again, if there is no further line.
 _RETRY_S = 5.0
+
+_PLAIN = re.compile(r"[!#-<>-~]+")  # visible ASCII but " and =
+_ENCODE = json.JSONEncoder(ensure_ascii=False, default=str).encode
+
+
+def configure_logging(
+    level: str, kind: str, stream: TextIO | None = None, *, worker: int | None = None
+) -> BackgroundHandler:
+    """Send every record of a level or above to a stream, standard error by default. kind: text or json.
+
+    worker: number of this process among several of a server, which every record then shows.
+    Returns the handler that writes them.
+    """
+    handler = BackgroundHandler(stream or sys.stderr)
+    fields_of_process = {} if worker is None else {"worker": worker}
+    handler.setFormatter((JsonFormatter if kind == "json" else TextFormatter)(fields_of_process))
+    # The formats show none of these, and looking them up takes longer than the rest (documented switches of logging).
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    return handler
+
+
+def is_log_behind() -> bool:
+    """Return whether a handler of the process's log still has unwritten lines after a short wait."""
+    handlers = [handler for handler in logging.getLogger().handlers if isinstance(handler, BackgroundHandler)]
+    for handler in handlers:
+        handler.flush()
+    return any(handler.is_behind for handler in handlers)
+
+
+def where_of(error: BaseException) -> str:
+    """Return the tracebacks and types of an exception and its causes, causes first, without the messages."""
+    lines = []
+    for cause in reversed(list(_chain(error))):
+        kind = f"{type(cause).__module__}.{type(cause).__qualname__}"
+        lines += [*traceback.format_tb(cause.__traceback__), f"{kind} (message not shown: it may quote the request)\n"]
+    return "".join(lines).rstrip()
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        yield current
+        current = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
+
+
+class _FieldsFormatter(logging.Formatter):
+    """Format with fields. of_process: fields of every record of this process."""
+
+    def __init__(self, of_process: Mapping[str, object]) -> None:
+        super().__init__()
+        self._of_process = dict(of_process)
+
+    def fields(self, record: logging.LogRecord) -> dict[str, object]:
+        """Return a record's own fields, the id of the current RPC, and the exception as text."""
+        fields: dict[str, object] = record.__dict__.get("fields", {})
+        if self._of_process:
+            fields = fields | self._of_process
+        if "request_id" not in fields and (call := current_call()) is not None:
+            fields = fields | {"request_id": call.request_id}
+        if record.exc_info and record.exc_info[1] is not None:
+            shown = "".join(traceback.format_exception(record.exc_info[1])).rstrip()
+            fields = fields | {"exception": shown}
+        return fields
+
+
+class TextFormatter(_FieldsFormatter):
+    """Format `time LEVEL logger: message key=value ...`, the time in UTC. Values other than plain words are JSON."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return a record as a line, followed by the lines of its exception."""
+        fields = self.fields(record)
+        exception = fields.get("exception")
+        words = "".join([f" {key}={_word(value)}" for key, value in fields.items() if key != "exception"])
+        line = f"{rfc3339(record.created)} {record.levelname} {record.name}: {record.getMessage()}{words}"
+        return line if exception is None else f"{line}\n{exception}"
+
+
+class JsonFormatter(_FieldsFormatter):
+    """Format with one JSON object per line: timestamp (RFC 3339, UTC), level, logger, message, the record's fields."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return a record as a line."""
+        line: dict[str, object] = {
+            "timestamp": rfc3339(record.created),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        return _ENCODE(line | self.fields(record))
+
+
+def rfc3339(created_s: float) -> str:
+    """Return a time in seconds since 1970 as RFC 3339 in UTC, to the microsecond."""
+    whole = int(created_s)
+    return f"{_whole_second(whole)}.{int((created_s - whole) * 1e6):06d}Z"
+
+
+@lru_cache(maxsize=4)
+def _whole_second(since_1970: int) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(since_1970))
+
+
+def _word(value: object) -> str:
+    text = str(value)
+    return text if _PLAIN.fullmatch(text) else json.dumps(text)
 
 
 class BackgroundHandler(logging.Handler):
@@ -162,11 +283,3 @@ class _Drops:
             self._on_drop = on_drop
             for _ in range(self._num):
                 on_drop()
-
-
-def is_log_behind() -> bool:
-    """Return whether a handler of the process's log still has unwritten lines after a short wait."""
-    handlers = [one for one in logging.getLogger().handlers if isinstance(one, BackgroundHandler)]
-    for handler in handlers:
-        handler.flush()
-    return any(handler.is_behind for handler in handlers)

@@ -17,8 +17,8 @@ from antiphon.bundle.manifest import MemoryFit
 from antiphon.domain.cancellation import CancelCause
 from antiphon.domain.errors import refusal_reasons
 from antiphon.domain.request import ANSWERED, FinishReason, Priority, Task, Timing
-from antiphon.observability.metrics.metric_families import MetricFamilies
-from antiphon.observability.metrics.workspace_metrics import WorkspaceMetrics
+from antiphon.observability.metrics import MetricFamilies
+from antiphon.observability.workspace_metrics import WorkspaceMetrics
 from antiphon.ops.workspace import Workspace
 from antiphon.runtime.runner import EncodeReport
 

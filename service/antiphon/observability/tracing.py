@@ -1,23 +1,38 @@
-"""OpenTelemetry spans of a finished call: the RPC, and for each of its requests queue, encode, decode and stream.
+"""Spans of finished calls: the RPC, and for each of its requests queue, encode, decode and stream; sent over OTLP.
 
-Imports opentelemetry (the extra `trace`), so code that runs without it must not import this module. Spans contain no
-text and no tokens.
+Never delays a call: spans that the collector does not accept are dropped and counted. Imports opentelemetry (the
+extra `trace`), so code that runs without it must not import this module. Spans contain no text and no tokens.
 Attributes: https://opentelemetry.io/docs/specs/semconv/rpc/grpc/ and, for tokens, .../semconv/gen-ai/.
+The exporter's own variables, OTEL_EXPORTER_OTLP_*, set headers, certificates and compression.
 """
 
 from __future__ import annotations
 
+import logging
+import os
 import random
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import metadata
 
 import grpc
+from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import Event, ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
+from antiphon.observability.background_writer import BackgroundWriter
 from antiphon.observability.call import AdmittedRequest, Call
+from antiphon.observability.metrics import MetricFamilies
+
+log = logging.getLogger(__name__)
+
+# Time in which further calls are collected to be sent together.
+_GATHER_S = 1.0
+_EXPORT_TIMEOUT_S = 10.0
 
 _FLAGS = TraceFlags(TraceFlags.SAMPLED)
 _SCOPE = InstrumentationScope("antiphon")
@@ -25,6 +40,57 @@ _SCOPE = InstrumentationScope("antiphon")
 _SERVER_ERRORS = {"UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"}
 
 Attributes = dict[str, str | int | float]
+
+
+class Spans:
+    """Sink that sends the calls of recorded traces. `close` sends the remaining ones."""
+
+    def __init__(self, exporter: SpanExporter, families: MetricFamilies) -> None:
+        self._exporter = exporter
+        self._exported = families.spans_exported
+        self._not_exported = families.spans_dropped.labels("not_exported")
+        self._tree = SpanTree(_resource())
+        on_drop = families.spans_dropped.labels("queue_full").inc
+        self._is_shut_down = False
+        self._calls = BackgroundWriter("antiphon-spans", self._send, on_drop=on_drop, gather_s=_GATHER_S)
+
+    def __call__(self, call: Call) -> None:
+        """Queue a finished call; never blocks."""
+        if call.trace_id:
+            self._calls.put((call, time.time() - time.monotonic()))
+
+    def close(self, timeout_s: float) -> None:
+        """Send the queued calls, for at most timeout_s. Blocks."""
+        if not self._calls.close(timeout_s):
+            log.warning("some spans were not sent: the collector does not accept them")
+        self._is_shut_down = True
+        self._exporter.shutdown()  # cancels a running export
+
+    def _send(self, batch: list[tuple[Call, float]]) -> None:
+        spans = [span for call, wall_offset_s in batch for span in self._tree.spans(call, wall_offset_s)]
+        is_taken = False
+        try:
+            is_taken = self._exporter.export(spans) is SpanExportResult.SUCCESS
+        except Exception:  # an export that shutdown cancels may raise, because its channel is closed
+            if not self._is_shut_down:
+                raise
+        finally:
+            (self._exported if is_taken else self._not_exported).inc(len(spans))
+
+
+def open_spans(endpoint: str, families: MetricFamilies) -> Spans:
+    """Send spans to a collector at http://host:port, or with TLS at https://host:port."""
+    return Spans(OTLPSpanExporter(endpoint=endpoint, timeout=_EXPORT_TIMEOUT_S), families)
+
+
+def _resource() -> Resource:
+    """Return the resource of the spans. OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES, if set, extend it."""
+    name = os.environ.get("OTEL_SERVICE_NAME") or "antiphon"
+    try:
+        version = metadata.version("antiphon")
+    except metadata.PackageNotFoundError:  # a checkout that is not installed
+        version = "unknown"
+    return Resource.create({"service.name": name, "service.version": version})
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +203,7 @@ def _rpc_attributes(call: Call) -> Attributes:
         attributes["gen_ai.request.model"] = call.model_name
     if call.error is not None:
         attributes["error.type"] = call.error.reason
-    causes = [one.stream.cancel_cause.value for one in call.requests if one.stream.cancel_cause is not None]
+    causes = [cause.value for admitted in call.requests if (cause := admitted.stream.cancel_cause) is not None]
     if causes:
         attributes["antiphon.cancel_cause"] = causes[0]
     return attributes

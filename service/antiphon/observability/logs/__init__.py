@@ -1,1 +1,0 @@
-"""Log records: their formats, and the thread that writes them."""

@@ -1,1 +1,0 @@
-"""Metrics of engines, calls and the process, as Prometheus families."""
