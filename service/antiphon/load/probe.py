@@ -10,8 +10,7 @@ from typing import Self
 from antiphon.client.messages import server_errors
 from antiphon.client.terms import SERVICE_NAME, Terms
 from antiphon.load.plan import Plan, PlanError
-from antiphon.load.workload.texts import EVERYDAY
-from antiphon.load.workload.trace import Entry
+from antiphon.load.workload import EVERYDAY, Entry
 from antiphon.v1 import inference_pb2 as pb
 from antiphon.v1.inference_pb2_grpc import InferenceServiceStub
 

@@ -11,8 +11,7 @@ from antiphon.cli.connection_flags import add_connection_flags, read_connection
 from antiphon.cli.lines import positive
 from antiphon.client import DEFAULT_TARGET
 from antiphon.load.plan import Ask, Objective, Plan, PlanError
-from antiphon.load.workload.texts import read_texts
-from antiphon.load.workload.trace import Entry, read_trace
+from antiphon.load.workload import Entry, read_texts, read_trace
 
 DEFAULT_RATE = 10.0
 DEFAULT_DURATION_S = 10.0

@@ -1,4 +1,4 @@
-"""Reader of the summary that MLPerf's LoadGen writes."""
+"""Verdict of MLPerf's LoadGen, read from the summary that it writes."""
 
 from __future__ import annotations
 
@@ -39,6 +39,19 @@ class Summary:
     percentiles_ms: dict[str, dict[str, float]]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """Result of LoadGen. errors: failed queries by status; LoadGen counts them as answers."""
+
+    summary: Summary
+    errors: dict[str, int]
+
+    @property
+    def is_valid(self) -> bool:
+        """Return whether LoadGen reports VALID and every query was answered."""
+        return self.summary.is_valid and not self.errors
+
+
 def read_summary(folder: Path) -> Summary:
     """Read the summary in a folder of LoadGen's logs. Raises DriveError if it has another format."""
     path = folder / _FILE
@@ -58,10 +71,10 @@ def read_summary(folder: Path) -> Summary:
 
 
 def _percentiles(values: Mapping[str, str]) -> dict[str, dict[str, float]]:
-    found: dict[str, dict[str, float]] = {}
+    percentiles: dict[str, dict[str, float]] = {}
     for name, value in values.items():
         match = _PERCENTILE.match(name)
         if match is not None and match["what"] in _LATENCIES:
             percent = f"p{float(match['percent']):g}".replace(".", "_")
-            found.setdefault(_LATENCIES[match["what"]], {})[percent] = int(value) / 1e6
-    return found
+            percentiles.setdefault(_LATENCIES[match["what"]], {})[percent] = int(value) / 1e6
+    return percentiles

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from antiphon.load.results.result import Result
+from antiphon.load.results import Result
 
 _PERCENTS = ("p50", "p95", "p99")
 
@@ -46,9 +46,14 @@ def _rate(result: Result) -> float:
 
 
 def _draw_latency(axes: Axes, results: Sequence[Result], name: str, label: str, bound_s: float | None) -> None:
-    shown = [(_rate(result), spread) for result in results if (spread := getattr(result, name)) is not None]
+    shown = [(_rate(result), latency) for result in results if (latency := getattr(result, name)) is not None]
     for percent in _PERCENTS:
-        axes.plot([rate for rate, _ in shown], [getattr(spread, percent) for _, spread in shown], "o-", label=percent)
+        axes.plot(
+            [rate for rate, _ in shown],
+            [getattr(latency, percent) for _, latency in shown],
+            "o-",
+            label=percent,
+        )
     if bound_s is not None:
         axes.axhline(
             1e3 * bound_s, color="black", linestyle="--", linewidth=1, label=f"objective, {1e3 * bound_s:g} ms"
@@ -60,6 +65,6 @@ def _draw_throughput(axes: Axes, results: Sequence[Result]) -> None:
     rates = [_rate(result) for result in results]
     axes.plot(rates, rates, color="black", linewidth=1, label="as asked")
     axes.plot(rates, [result.ok_per_s for result in results], "o-", label="answered")
-    if results[0].plan.objective.is_given:
+    if results[0].plan.objective.has_limit:
         axes.plot(rates, [result.goodput_per_s or 0.0 for result in results], "s--", label="within the objective")
     axes.set(ylabel="answers/s", ylim=(0, None))

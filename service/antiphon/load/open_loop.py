@@ -8,9 +8,9 @@ import time
 from collections.abc import Iterable
 from typing import Protocol
 
-from antiphon.load.calls.record import OK, Record, Reply
 from antiphon.load.plan import Ask, Plan
-from antiphon.load.workload.schedule import Arrival
+from antiphon.load.results import OK, Record, Reply
+from antiphon.load.workload import Arrival
 
 # Wait for a call beyond its deadline. gRPC normally ends it by then.
 _GRACE_S = 5.0

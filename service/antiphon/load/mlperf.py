@@ -11,34 +11,20 @@ import signal
 import threading
 from collections import Counter
 from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import mlperf_loadgen
 
-from antiphon.load.calls.caller import Caller
-from antiphon.load.calls.record import OK
+from antiphon.load.calls import Caller
 from antiphon.load.drive import DriveError
-from antiphon.load.mlperf.mlperf_summary import Summary, read_summary
+from antiphon.load.mlperf_summary import Verdict, read_summary
 from antiphon.load.plan import Plan, PlanError
+from antiphon.load.results import OK
 
 _PERCENTILE = 0.99
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Verdict:
-    """Result of LoadGen. errors: failed queries by status; LoadGen counts them as answers."""
-
-    summary: Summary
-    errors: dict[str, int]
-
-    @property
-    def is_valid(self) -> bool:
-        """Return whether LoadGen reports VALID and every query was answered."""
-        return self.summary.is_valid and not self.errors
 
 
 def run_server_scenario(plan: Plan, folder: Path) -> Verdict:
@@ -66,7 +52,7 @@ def check_plan(plan: Plan) -> None:
     """Raise PlanError for a plan that LoadGen cannot run."""
     if plan.rate is None or plan.warmup_s or plan.processes > 1:
         raise PlanError("--mlperf excludes --trace, --warmup and --processes: LoadGen schedules the requests")
-    if not plan.objective.is_given:
+    if not plan.objective.has_limit:
         raise PlanError("--mlperf needs --objective-ttft-ms or --objective-p99-ms: LoadGen checks a run against it")
 
 
