@@ -39,7 +39,7 @@ from antiphon.play.messages import (
     read_body,
 )
 from antiphon.play.model_server import ModelServer
-from antiphon.play.routes import classify, fill_mask, generate, models, next_token, tag
+from antiphon.play.views import classify, fill_mask, generate, models, next_token, tag
 
 STATIC = Path(__file__).parent / "static"
 

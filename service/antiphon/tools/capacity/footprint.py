@@ -89,12 +89,12 @@ def footprint_of(bundle: Bundle, graphs: GraphSet, limits: EngineLimits, num_wor
         *_workspace_terms(_encoder(bundle, graphs, need, limits), _decoder(bundle, limits)),
         *_request_terms(limits),
     ]
-    held = [_weights(need), *(_of_all(term, num_workers) for term in own)]
+    terms = [_weights(need), *(_of_all(term, num_workers) for term in own)]
     if num_workers > 1:
-        held.insert(1, Term(name="supervisor", formula="starts the workers: measured", num_bytes=SUPERVISOR_BYTES))
-    spare_bytes = math.ceil(HEADROOM * sum(term.num_bytes for term in held))
+        terms.insert(1, Term(name="supervisor", formula="starts the workers: measured", num_bytes=SUPERVISOR_BYTES))
+    spare_bytes = math.ceil(HEADROOM * sum(term.num_bytes for term in terms))
     headroom = Term(name="headroom", formula=f"{HEADROOM:g} x the sum of the above", num_bytes=spare_bytes)
-    return Footprint(terms=(*held, headroom), weight_bytes=need.memory.weight_bytes, num_blocks=need.num_blocks)
+    return Footprint(terms=(*terms, headroom), weight_bytes=need.memory.weight_bytes, num_blocks=need.num_blocks)
 
 
 def _weights(need: Need) -> Term:

@@ -13,16 +13,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from antiphon.domain.limits import EngineLimits
-from antiphon.tools.capacity.simulation.autoscaler import (
+from antiphon.tools.capacity.autoscaler import (
     SYNC_PERIOD_S,
     Autoscaler,
+    ScaledObject,
+    Trigger,
     desired_by_average,
     desired_by_ratio,
 )
-from antiphon.tools.capacity.simulation.scaled_object import ScaledObject, Trigger
-from antiphon.tools.capacity.simulation.service_curve import ServiceCurve
-from antiphon.tools.capacity.simulation.simulated_replica import Answers, SimulatedReplica
-from antiphon.tools.capacity.simulation.traffic import Floats, Traffic
+from antiphon.tools.capacity.simulated_replica import Answers, ServiceCurve, SimulatedReplica
+from antiphon.tools.capacity.traffic import Floats, Traffic
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,7 +96,7 @@ class Fleet:
             replica.run(zip(arrivals[own].tolist(), work[own].tolist(), strict=True), end_s)
         for replica in self._draining:
             replica.run((), end_s)
-        self._draining = [one for one in self._draining if one.num_running]
+        self._draining = [replica for replica in self._draining if replica.num_running]
         self.outcome.replica_s += (len(self._replicas) + len(self._draining)) * (end_s - now_s)
         self._sample(end_s, end_s - now_s, traffic.at(now_s), busy_s)
         if self._scaled is not None and self._autoscaler is not None:
@@ -104,7 +104,7 @@ class Fleet:
 
     def _spread(self, arrivals: Floats, now_s: float, rng: np.random.Generator) -> list[NDArray[np.int64]]:
         """Assign requests to replicas at random: the sum of many clients that each use round robin."""
-        shares = np.array([self._known(one, now_s) for one in self._replicas])
+        shares = np.array([self._known(replica, now_s) for replica in self._replicas])
         chosen = rng.choice(len(shares), len(arrivals), p=shares / shares.sum())
         return [np.flatnonzero(chosen == index) for index in range(len(shares))]
 
@@ -115,16 +115,16 @@ class Fleet:
         return min(1.0, age_s / self._environment.discovery_s) if self._environment.discovery_s else 1.0
 
     def _sample(self, end_s: float, length_s: float, rate: float, busy_s: Sequence[float]) -> None:
-        used = [one.busy_s - before for one, before in zip(self._replicas, busy_s, strict=True)]
-        ready = [one.ready_s <= end_s for one in self._replicas]
+        used = [replica.busy_s - before for replica, before in zip(self._replicas, busy_s, strict=True)]
+        ready = [replica.ready_s <= end_s for replica in self._replicas]
         self.outcome.samples.append(
             Sample(
                 time_s=end_s,
                 rate=rate,
                 ready=sum(ready),
                 replicas=len(self._replicas),
-                waiting=sum(one.num_waiting for one in self._replicas),
-                running=sum(one.num_running for one in self._replicas),
+                waiting=sum(replica.num_waiting for replica in self._replicas),
+                running=sum(replica.num_running for replica in self._replicas),
                 cpu=sum(used) / (sum(ready) * length_s),
             )
         )

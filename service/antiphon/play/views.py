@@ -1,4 +1,4 @@
-"""Routes of the page: models, targets as they are generated, the next token, and results of encoder heads."""
+"""Views of the page: models, targets as they are generated, the next token, and results of encoder heads."""
 
 from __future__ import annotations
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from antiphon.tools.capacity.simulation.fleet import Outcome
-from antiphon.tools.capacity.simulation.service_curve import ServiceCurve
-from antiphon.tools.capacity.simulation.traffic import Floats, Traffic
+from antiphon.tools.capacity.fleet import Outcome
+from antiphon.tools.capacity.simulated_replica import ServiceCurve
+from antiphon.tools.capacity.traffic import Floats, Traffic
 
 HOUR_S = 3600.0
 _HEAD = ("", "refused", "wait p50", "p99", "answer p50", "p99", "too slow", "replica-hours", "mean", "most", "changes")
@@ -76,15 +76,15 @@ def as_text(figures: Sequence[Figures], traffic: Traffic, curve: ServiceCurve) -
     return "\n".join([f"{came}; {can}", "", *lines])
 
 
-def _row(one: Figures) -> tuple[str, ...]:
-    times = (one.wait_p50_s, one.wait_p99_s, one.latency_p50_s, one.latency_p99_s)
+def _row(figures: Figures) -> tuple[str, ...]:
+    times = (figures.wait_p50_s, figures.wait_p99_s, figures.latency_p50_s, figures.latency_p99_s)
     return (
-        one.name,
-        f"{one.refused_share:.2%}",
+        figures.name,
+        f"{figures.refused_share:.2%}",
         *(f"{time_s:.2f} s" for time_s in times),
-        f"{one.slow_share:.2%}",
-        f"{one.replica_hours:,.1f}",
-        f"{one.replicas_mean:.1f}",
-        f"{one.replicas_max}",
-        f"{one.changes}",
+        f"{figures.slow_share:.2%}",
+        f"{figures.replica_hours:,.1f}",
+        f"{figures.replicas_mean:.1f}",
+        f"{figures.replicas_max}",
+        f"{figures.changes}",
     )

@@ -9,23 +9,23 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from antiphon.tools.capacity.simulation.fleet import Outcome
-from antiphon.tools.capacity.simulation.service_curve import ServiceCurve
+from antiphon.tools.capacity.fleet import Outcome
+from antiphon.tools.capacity.simulated_replica import ServiceCurve
 
 _HOUR_S = 3600.0
 _WINDOW_S = 300.0
 
 
-def draw_day(found: list[tuple[str, Outcome]], curve: ServiceCurve) -> bytes:
+def draw_day(cases: list[tuple[str, Outcome]], curve: ServiceCurve) -> bytes:
     """Plot the rate and capacity of the first case, the replicas of the first and last, and the waits of the first."""
     figure = Figure(figsize=(9, 7), layout="constrained")
     FigureCanvasAgg(figure)
     rate, replicas, waits = figure.subplots(3, 1, sharex=True)
-    name, outcome = found[0]
+    name, outcome = cases[0]
     _draw_rate(rate, name, outcome, curve)
-    for label, other in found[:1] + found[-1:]:  # more lines would hide each other
-        hours = [sample.time_s / _HOUR_S for sample in other.samples]
-        replicas.step(hours, [sample.replicas for sample in other.samples], where="post", label=label, linewidth=1)
+    for label, case in cases[:1] + cases[-1:]:  # more lines would hide each other
+        hours = [sample.time_s / _HOUR_S for sample in case.samples]
+        replicas.step(hours, [sample.replicas for sample in case.samples], where="post", label=label, linewidth=1)
     replicas.set(ylabel="replicas", ylim=(0, None))
     _draw_waits(waits, name, outcome)
     for axes in (rate, replicas, waits):
@@ -40,8 +40,8 @@ def draw_day(found: list[tuple[str, Outcome]], curve: ServiceCurve) -> bytes:
 def _draw_rate(axes: Axes, name: str, outcome: Outcome, curve: ServiceCurve) -> None:
     hours = [sample.time_s / _HOUR_S for sample in outcome.samples]
     axes.plot(hours, [sample.rate for sample in outcome.samples], linewidth=1, label="requests/s")
-    most = [sample.ready * curve.highest_per_s for sample in outcome.samples]
-    axes.step(hours, most, where="post", linewidth=1, label=f"most that ready replicas answer, {name}")
+    capacity = [sample.ready * curve.highest_per_s for sample in outcome.samples]
+    axes.step(hours, capacity, where="post", linewidth=1, label=f"most that ready replicas answer, {name}")
     axes.set(ylabel="requests/s", ylim=(0, None))
 
 

@@ -1,4 +1,4 @@
-"""Types of command-line numbers. A value out of range is refused with a message that contains the range."""
+"""Numbers of a command line, and the error for what cannot be used. A message contains the allowed range."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ import math
 from collections.abc import Callable
 
 from antiphon.domain.limits import ALLOWED, DEFAULT_LIMITS, Allowed
+
+
+class CapacityError(Exception):
+    """Capacity cannot be planned; the message names the flag or file, and the allowed values."""
 
 
 def add_limit_flag(group: argparse._ArgumentGroup, name: str, *, help_text: str) -> None:

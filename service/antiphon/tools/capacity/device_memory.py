@@ -8,8 +8,8 @@ from typing import Any
 
 from antiphon.bundle.manifest import BundleError, load_bundle
 from antiphon.server.models.memory import block_bytes_of, weight_bytes
-from antiphon.tools.capacity.replicas import CapacityError
-from antiphon.tools.capacity.sizing.sizing import Lengths, blocks_of
+from antiphon.tools.capacity.flags import CapacityError
+from antiphon.tools.capacity.sizing import Lengths, blocks_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from antiphon.architecture.config import ModelConfig
 from antiphon.bundle.manifest import Bundle, BundleError, load_bundle
@@ -12,11 +14,45 @@ from antiphon.domain.limits import EngineLimits
 from antiphon.ops.cache_geometry import BLOCK_SIZE, blocks_for, blocks_of_longest
 from antiphon.server.models.memory import need_of
 from antiphon.server.workers.division import cores_per_worker, suggested_workers
-from antiphon.tools.capacity.replicas import CapacityError, Demand, Replicas, ServiceRate, replicas_for
-from antiphon.tools.capacity.sizing.footprint import MIB, Footprint, footprint_of
+from antiphon.tools.capacity.flags import CapacityError
+from antiphon.tools.capacity.footprint import MIB, Footprint, footprint_of
 
 SIZED_LIMITS = ("max_num_seqs", "max_num_batched_tokens", "max_queued_requests", "max_queued_tokens")
 """Limits on which the memory of a replica depends, beside its cache; each is a flag of `antiphon size`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServiceRate:
+    """Requests per second that one replica sustains, and the origin of this figure."""
+
+    requests_per_s: float
+    origin: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Demand:
+    """Total requests per second, and the failures that must not reduce the rate.
+
+    utilisation: planned share of the rate that a replica sustains. spare: number of replicas that can fail at once.
+    zones: number of zones; one zone can fail with all of its replicas. 1: no zone can fail.
+    clients: client processes, each connected to every replica. call_bytes: bytes of a call in both directions.
+    """
+
+    requests_per_s: float
+    utilisation: float
+    spare: int
+    zones: int
+    clients: int
+    call_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Replicas:
+    """Number of replicas: needed for the rate, planned to run, and lost, which can fail at once."""
+
+    needed: int
+    planned: int
+    lost: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +103,7 @@ class Sizing:
         return {"workers": self.workers, "threads": threads, **{name: getattr(self.limits, name) for name in names}}
 
     @property
-    def cores_each(self) -> int:
+    def cores_per_worker(self) -> int:
         """Number of cores that one worker is given for a model of this size."""
         return cores_per_worker(self.footprint.weight_bytes)
 
@@ -123,3 +159,42 @@ def size(bundle: Bundle, replica: Replica, demand: Demand | None, rate: ServiceR
         rate=rate,
         replicas=replicas_for(demand, rate) if demand is not None and rate is not None else None,
     )
+
+
+def replicas_for(demand: Demand, rate: ServiceRate) -> Replicas:
+    """Return the number of replicas such that the rest after a failure carries the rate within the utilisation."""
+    # 1e-9 less, so that floating-point errors do not round up a rate that divides evenly.
+    needed = max(1, math.ceil(demand.requests_per_s / (rate.requests_per_s * demand.utilisation) - 1e-9))
+    if demand.zones == 1:
+        return Replicas(needed=needed, planned=needed + demand.spare, lost=demand.spare)
+    # Replicas are spread evenly over z zones. The remaining z - 1 zones must contain all needed replicas.
+    a_zone = max(math.ceil(needed / (demand.zones - 1)), math.ceil((needed + demand.spare) / demand.zones))
+    return Replicas(needed=needed, planned=demand.zones * a_zone, lost=a_zone)
+
+
+def read_load_result(path: Path) -> ServiceRate:
+    """Read the highest rate that `antiphon load --search --json` found. Raises CapacityError, which names the file."""
+    try:
+        result = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, ValueError, RecursionError) as error:
+        raise CapacityError(f"--load-result {path} cannot be read: {error}") from None
+    rate = result.get("highest_rate") if isinstance(result, dict) else None
+    if not isinstance(rate, int | float) or isinstance(rate, bool) or not 0 < rate < math.inf:
+        raise CapacityError(
+            f"--load-result {path} has no highest_rate above 0; write it with: "
+            "antiphon load --search --objective-p99-ms 250 --duration 30 --json FILE"
+        )
+    return ServiceRate(requests_per_s=float(rate), origin=f"{path.name}: highest rate with {_objective(result)}")
+
+
+def _objective(result: dict[str, Any]) -> str:
+    """Describe the objective of a search in words."""
+    runs = result.get("runs")
+    objective = runs[0].get("objective") if isinstance(runs, list) and runs and isinstance(runs[0], dict) else None
+    if not isinstance(objective, dict):
+        return "an unknown objective"
+    names = {"ttft_s": "first token", "e2e_s": "whole answer"}
+    bounds = [
+        f"p99 of the {name} <= {1e3 * value:g} ms" for key, name in names.items() if (value := objective.get(key))
+    ]
+    return " and ".join(bounds) or "fewer than 1 % failed"

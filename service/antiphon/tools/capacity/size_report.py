@@ -1,11 +1,11 @@
-"""Report of a sizing: text with the formula of every number, and plain data for programs."""
+"""Report of a sizing: text with the formula of every number, plain data for programs, and a Kustomize component."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from antiphon.tools.capacity.sizing.footprint import MIB
-from antiphon.tools.capacity.sizing.sizing import Sizing
+from antiphon.tools.capacity.footprint import MIB
+from antiphon.tools.capacity.sizing import Sizing
 
 Row = tuple[str, str, str]
 
@@ -59,11 +59,11 @@ def _memory(sizing: Sizing) -> list[Row]:
 
 def _settings(sizing: Sizing) -> list[Row]:
     settings = sizing.settings
-    each = " in each worker" if sizing.workers > 1 else ""
+    where = " in each worker" if sizing.workers > 1 else ""
     why = {
-        "workers": f"processes: one for every {_counted(sizing.cores_each, 'core')}, by the size of the model",
+        "workers": f"processes: one for every {_counted(sizing.cores_per_worker, 'core')}, by the size of the model",
         "threads": "cores of each worker",
-        "max_num_seqs": f"rows that decode together{each}",
+        "max_num_seqs": f"rows that decode together{where}",
         "max_num_batched_tokens": "limits the workspace of a step",
         "max_queued_requests": _queue(sizing),
         "max_queued_tokens": "waiting source tokens",
@@ -147,3 +147,51 @@ def _mib(num_bytes: int) -> str:
 def _columns(rows: list[Row]) -> list[str]:
     first, second = (max(len(row[column]) for row in rows) for column in (0, 1))
     return [f"  {name:<{first}}  {value:>{second}}  {why}".rstrip() for name, value, why in rows]
+
+
+_COMPONENT = """\
+# Size of a replica, from measurements: cores, memory, cache blocks. Made by a command that prints its formulas
+# (docs/CAPACITY.md). Run it again instead of editing this file:
+#   {command}
+apiVersion: kustomize.config.k8s.io/v1alpha1
+kind: Component
+
+configMapGenerator:
+  - name: antiphon
+    namespace: antiphon
+    behavior: merge
+    literals:
+{literals}
+
+patches:
+  - target:
+      kind: Deployment
+      name: antiphon
+    patch: |-
+      apiVersion: apps/v1
+      kind: Deployment
+      metadata:
+        name: antiphon
+      spec:{replicas}
+        template:
+          spec:
+            containers:
+              - name: antiphon
+                # Requests equal limits, so that the pod has the class Guaranteed and is evicted last.
+                resources:
+                  requests:
+                    cpu: "{cores}"
+                    memory: {memory}
+                  limits:
+                    cpu: "{cores}"
+                    memory: {memory}
+"""
+
+
+def component(sizing: Sizing, command: str) -> str:
+    """Return the component as YAML. command: the command line that made it, for a comment."""
+    literals = [f"      - ANTIPHON_{name.upper()}={value}" for name, value in sizing.settings.items()]
+    replicas = f"\n        replicas: {sizing.replicas.planned}" if sizing.replicas is not None else ""
+    return _COMPONENT.format(
+        command=command, literals="\n".join(literals), replicas=replicas, cores=sizing.cores, memory=sizing.memory
+    )

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from antiphon.tools.capacity.replicas import CapacityError
+from antiphon.tools.capacity.flags import CapacityError
 
 DAY_S = 86_400.0
 MINUTE_S = 60.0
