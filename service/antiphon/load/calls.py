@@ -44,7 +44,7 @@ class Caller:
     def __init__(self, plan: Plan) -> None:
         """Prepare the requests; `connect` connects. Raises ValueError for an invalid ask or connection."""
         self._plan = plan
-        self._terms = Terms(plan.connection, timeout_s=plan.timeout_s, priority=plan.priority)
+        self._call_options = Terms(plan.connection, timeout_s=plan.timeout_s, priority=plan.priority)
         connection = replace(plan.connection, retry=RetryPolicy(attempts=1))
         self._channels = [
             connection.open_async(plan.target, SERVICE_NAME, is_shared=False) for _ in range(plan.connections)
@@ -53,10 +53,10 @@ class Caller:
             inference_pb2_grpc.InferenceServiceStub(channel) for channel in self._channels
         ]
         is_streamed = plan.is_streaming or plan.is_multiplexed
-        self._streamed = [self._terms.ask(_streamed(plan, ask)) for ask in plan.asks] if is_streamed else []
-        self._whole = [] if is_streamed else [self._terms.ask(_whole(plan, ask)) for ask in plan.asks]
+        self._streamed = [self._call_options.ask(_streamed(plan, ask)) for ask in plan.asks] if is_streamed else []
+        self._whole = [] if is_streamed else [self._call_options.ask(_whole(plan, ask)) for ask in plan.asks]
         self._multiplexed = (
-            [Multiplexed(stub, self._terms, plan, self._streamed) for stub in self._stubs]
+            [Multiplexed(stub, self._call_options, plan, self._streamed) for stub in self._stubs]
             if plan.is_multiplexed
             else []
         )
@@ -82,11 +82,11 @@ class Caller:
         builder = ReplyBuilder(reply, start_s, on_first, keeps_text=self._plan.check)
         try:
             if self._multiplexed:
-                await self._multiplexed[self._turn].ask(ask, builder)
+                await self._multiplexed[self._turn].send(ask, builder)
             elif self._plan.is_streaming:
                 await self._stream(stub, ask, builder)
             else:
-                builder.whole(await stub.GenerateUnary(self._whole[ask], **self._terms.call()))
+                builder.whole(await stub.GenerateUnary(self._whole[ask], **self._call_options.call()))
             builder.end()
         except grpc.aio.AioRpcError as error:
             reply.outcome, reply.message = _outcome_of_error(error), error.details() or "no message"
@@ -96,7 +96,7 @@ class Caller:
         return reply
 
     async def _stream(self, stub: InferenceServiceAsyncStub, ask: int, builder: ReplyBuilder) -> None:
-        call = stub.Generate(self._streamed[ask], **self._terms.call())
+        call = stub.Generate(self._streamed[ask], **self._call_options.call())
         try:
             async for message in call:
                 builder.delta(message, time.monotonic())
@@ -197,10 +197,10 @@ class Multiplexed:
     """
 
     def __init__(
-        self, stub: InferenceServiceAsyncStub, terms: Terms, plan: Plan, requests: list[pb.GenerateRequest]
+        self, stub: InferenceServiceAsyncStub, call_options: Terms, plan: Plan, requests: list[pb.GenerateRequest]
     ) -> None:
         self._stub = stub
-        self._terms = terms
+        self._call_options = call_options
         self._messages = [
             pb.ManyRequest(request=request, timeout_millis=max(1, round(plan.timeout_s * 1000))) for request in requests
         ]
@@ -213,7 +213,7 @@ class Multiplexed:
         self._has_unsent = asyncio.Event()
         self._conversation: asyncio.Task[None] | None = None
 
-    async def ask(self, index: int, builder: ReplyBuilder) -> None:
+    async def send(self, index: int, builder: ReplyBuilder) -> None:
         """Send a request and read its answers."""
         request = pb.ManyRequest()
         request.CopyFrom(self._messages[index])
@@ -238,7 +238,7 @@ class Multiplexed:
             await asyncio.gather(self._conversation, return_exceptions=True)
 
     async def _converse(self) -> None:
-        call: Call = self._stub.GenerateMany(metadata=self._terms.call()["metadata"])
+        call: Call = self._stub.GenerateMany(metadata=self._call_options.call()["metadata"])
         writing = asyncio.create_task(self._write(call))
         try:
             async for response in call:

@@ -25,26 +25,25 @@ _LATENCIES = {"first token latency": "ttft_ms", "time to output token": "per_tok
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Summary:
-    """Figures of LoadGen.
-
-    missed: the constraints that were not satisfied. percentiles_ms: as {"e2e_ms": {"p50": 9.7}}. Times to the first
-    token and per further token are there only if LoadGen checked token latencies.
-    """
+    """Figures of LoadGen."""
 
     is_valid: bool
     missed: tuple[str, ...]
+    """Constraints that were not satisfied."""
     completed_per_s: float
     scheduled_per_s: float
     tokens_per_s: float | None
     percentiles_ms: dict[str, dict[str, float]]
+    """As {"e2e_ms": {"p50": 9.7}}. Times to the first token and per token only if LoadGen checked token latencies."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """Result of LoadGen. errors: failed queries by status; LoadGen counts them as answers."""
+    """Result of LoadGen."""
 
     summary: Summary
     errors: dict[str, int]
+    """Failed queries by status; LoadGen counts them as answers."""
 
     @property
     def is_valid(self) -> bool:

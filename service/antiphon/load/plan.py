@@ -26,13 +26,15 @@ class Ask:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Objective:
-    """Limits of a good answer: maximum seconds from its scheduled arrival to its first token and to its end.
+    """Limits of a good answer, in seconds from its scheduled arrival; None is no limit.
 
-    A run meets the objective if 99 % of its answers are within each limit. None: no limit.
+    A run meets the objective if 99 % of its answers are within each limit.
     """
 
     ttft_s: float | None = None
+    """Maximum time to the first token."""
     e2e_s: float | None = None
+    """Maximum time to the end of the answer."""
 
     def __post_init__(self) -> None:
         _check_positive("--objective-ttft-ms", self.ttft_s)

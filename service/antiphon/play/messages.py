@@ -43,28 +43,27 @@ class BadBody(Exception):
 
 
 class ModelBody(BaseModel):
-    """Fields of every request to a model.
-
-    model: its name; empty is the server's first. source_language, target_language: empty takes the model's default.
-    """
+    """Fields of every request to a model. An empty language takes the model's default."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     model: str = ""
+    """Name of the model; empty is the server's first."""
     text: str
     source_language: str = ""
     target_language: str = ""
 
 
 class GenerateBody(ModelBody):
-    """Request for targets.
-
-    options: sampling controls by name, as in docs/CONTROLS.md. A seed may be a string, because numbers of JavaScript
-    are exact only up to 2**53. report_beam_steps: report every step of a beam search.
-    """
+    """Request for targets."""
 
     options: dict[str, Any] = Field(default_factory=dict)
+    """Sampling controls by name, as in docs/CONTROLS.md.
+
+    A seed may be a string, because numbers of JavaScript are exact only up to 2**53.
+    """
     report_beam_steps: bool = False
+    """Report every step of a beam search."""
 
 
 class NextTokenBody(ModelBody):
@@ -76,13 +75,12 @@ class NextTokenBody(ModelBody):
 
 
 class ExplainBody(ModelBody):
-    """Request for attention maps.
-
-    target: None is the model's own answer. pair: second text of an encoder-only model.
-    """
+    """Request for attention maps."""
 
     target: str | None = None
+    """None is the model's own answer."""
     pair: str | None = None
+    """Second text of an encoder-only model."""
 
 
 class PositionsBody(BaseModel):
@@ -95,13 +93,12 @@ class PositionsBody(BaseModel):
 
 
 class ClassifyBody(ModelBody):
-    """Request for labels.
-
-    pair: second text. next_sentence: predict whether the second text follows the first.
-    """
+    """Request for labels."""
 
     pair: str | None = None
+    """Second text."""
     next_sentence: bool = False
+    """Predict whether the second text follows the first."""
 
 
 class FillMaskBody(ModelBody):

@@ -18,15 +18,14 @@ from antiphon.v1 import admin_pb2, inference_pb2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Addresses:
-    """Ports of one server.
-
-    target: host:port of gRPC. metrics_url: its /metrics. admin_target: host:port of its admin service; None where it
-    has none: the page then shows numbers of cache blocks, and not the requests that hold them.
-    """
+    """Ports of one server."""
 
     target: str
+    """host:port of gRPC."""
     metrics_url: str
+    """URL of /metrics."""
     admin_target: str | None = None
+    """host:port of the admin service; without it the page shows numbers of cache blocks, but not their holders."""
 
 
 class ModelServer:

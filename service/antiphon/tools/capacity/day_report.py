@@ -17,10 +17,7 @@ _HEAD = ("", "refused", "wait p50", "p99", "answer p50", "p99", "too slow", "rep
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Figures:
-    """Figures of one day. Times are of answered requests, in seconds. Shares are of all requests.
-
-    slow_share: requests that were refused or took longer than the objective.
-    """
+    """Figures of one day. Times are of answered requests, in seconds. Shares are of all requests."""
 
     name: str
     requests: int
@@ -30,6 +27,7 @@ class Figures:
     latency_p50_s: float
     latency_p99_s: float
     slow_share: float
+    """Requests that were refused or took longer than the objective."""
     replica_hours: float
     replicas_mean: float
     replicas_max: int

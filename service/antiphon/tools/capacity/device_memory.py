@@ -14,14 +14,16 @@ from antiphon.tools.capacity.sizing import Lengths, blocks_of
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceMemory:
-    """Memory of one replica's card. cache_blocks is 0 without a decoder. formula: of the number of blocks."""
+    """Memory of one replica's card."""
 
     model: str
     precision: str
     weight_bytes: int
     cache_blocks: int
+    """0 without a decoder."""
     block_bytes: int
     formula: str
+    """Of the number of blocks."""
 
     @property
     def total_bytes(self) -> int:

@@ -27,29 +27,31 @@ from antiphon.tools.capacity.traffic import Floats, Traffic
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Environment:
-    """Environment of the replicas.
-
-    start_s: time from the decision to a pod's readiness. discovery_s: time until all clients know a new replica (the
-    server's max_connection_age_s; 0 behind a proxy that watches endpoints). cache_of_full_rows: share of the cache
-    blocks in use while every row runs.
-    """
+    """Environment of the replicas."""
 
     start_s: float
+    """Time from the decision to a pod's readiness."""
     discovery_s: float
+    """Time until all clients know a new replica: the server's max_connection_age_s; 0 behind a proxy that watches
+    endpoints."""
     cache_of_full_rows: float
+    """Share of the cache blocks in use while every row runs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """State of the fleet at one moment. waiting, running: requests. cpu: busy share of the last period."""
+    """State of the fleet at one moment."""
 
     time_s: float
     rate: float
     ready: int
     replicas: int
     waiting: int
+    """Waiting requests."""
     running: int
+    """Running requests."""
     cpu: float
+    """Busy share of the last period."""
 
 
 @dataclass(slots=True)

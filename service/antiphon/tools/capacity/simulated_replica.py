@@ -26,16 +26,16 @@ MAX_ROWS = 4096
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServiceCurve:
-    """Answers per second by number of running requests, from 1 on. Constant beyond the last point.
-
-    rows, answers_per_s: the measured points, in order of rows. work: evenly spaced quantiles of the work of an answer,
-    relative to the mean. origin: machine and method of the measurement.
-    """
+    """Answers per second by number of running requests, from 1 on. Constant beyond the last point."""
 
     rows: tuple[int, ...]
+    """Numbers of running requests of the measured points, rising."""
     answers_per_s: tuple[float, ...]
+    """Answers per second of the measured points."""
     work: tuple[float, ...]
+    """Evenly spaced quantiles of the work of an answer, relative to the mean."""
     origin: str
+    """Machine and method of the measurement."""
 
     @property
     def highest_per_s(self) -> float:

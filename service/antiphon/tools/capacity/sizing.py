@@ -31,28 +31,31 @@ class ServiceRate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Demand:
-    """Total requests per second, and the failures that must not reduce the rate.
-
-    utilisation: planned share of the rate that a replica sustains. spare: number of replicas that can fail at once.
-    zones: number of zones; one zone can fail with all of its replicas. 1: no zone can fail.
-    clients: client processes, each connected to every replica. call_bytes: bytes of a call in both directions.
-    """
+    """Total requests per second, and the failures that must not reduce the rate."""
 
     requests_per_s: float
     utilisation: float
+    """Planned share of the rate that a replica sustains."""
     spare: int
+    """Number of replicas that can fail at once."""
     zones: int
+    """Number of zones; one zone can fail with all of its replicas. 1: no zone can fail."""
     clients: int
+    """Client processes, each connected to every replica."""
     call_bytes: int
+    """Bytes of a call in both directions."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replicas:
-    """Number of replicas: needed for the rate, planned to run, and lost, which can fail at once."""
+    """Number of replicas."""
 
     needed: int
+    """For the rate, without a failure."""
     planned: int
+    """To run."""
     lost: int
+    """That can fail at once."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,30 +68,30 @@ class Lengths:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replica:
-    """Replica to size. Each worker's cache has room for max_num_seqs rows of these lengths.
-
-    workers: "auto" is a number by the cores and the size of the model.
-    """
+    """Replica to size. Each worker's cache has room for max_num_seqs rows of these lengths."""
 
     cores: int
     workers: int | Literal["auto"]
+    """"auto" is a number by the cores and the size of the model."""
     limits: EngineLimits
     lengths: Lengths
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sizing:
-    """Result of `antiphon size`. limits: those of each worker. replicas: None if no rate was given."""
+    """Result of `antiphon size`."""
 
     bundle: Bundle
     workers: int
     limits: EngineLimits
+    """Limits of each worker."""
     footprint: Footprint
     blocks_formula: str
     cores: int
     demand: Demand | None
     rate: ServiceRate | None
     replicas: Replicas | None
+    """None without a rate."""
 
     @property
     def memory(self) -> str:
