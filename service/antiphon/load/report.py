@@ -134,9 +134,9 @@ def _counts(result: Result) -> str:
 
 
 def _rates(result: Result) -> str:
-    asked, goodput = result.plan.rate, result.goodput_per_s
+    rate, goodput = result.plan.rate, result.goodput_per_s
     parts = [
-        "arrivals of a trace" if asked is None else f"asked for {asked:,.1f}/s",
+        "arrivals of a trace" if rate is None else f"asked for {rate:,.1f}/s",
         f"sent {result.sent_per_s:,.1f}/s",
         f"answered {result.ok_per_s:,.1f}/s",
         *([] if goodput is None else [f"within the objective {goodput:,.1f}/s"]),
