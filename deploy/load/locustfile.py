@@ -16,7 +16,7 @@ import grpc.experimental.gevent as grpc_gevent
 from locust import User, between, task
 
 from antiphon.client import DEFAULT_TARGET, Client, Connection, Options, RetryPolicy, ServerError
-from antiphon.load.workload.texts import EVERYDAY
+from antiphon.load.workload import EVERYDAY
 
 grpc_gevent.init_gevent()
 

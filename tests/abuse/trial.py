@@ -11,7 +11,7 @@ from functools import cache
 
 from antiphon.domain.limits import EngineLimits
 from antiphon.server.settings import SHIPPED_BUNDLE
-from antiphon.tools.capacity.sizing.sizing import Lengths, Replica, open_profiled, size
+from antiphon.tools.capacity.sizing import Lengths, Replica, open_profiled, size
 from tests.abuse import accounts
 from tests.abuse.accounts import Expected
 from tests.abuse.attack import Sent

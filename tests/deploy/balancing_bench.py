@@ -19,11 +19,10 @@ import sys
 from dataclasses import dataclass, replace
 
 from antiphon.client import Connection
-from antiphon.load.drive import run
+from antiphon.load.drive import highest_rate, run
 from antiphon.load.plan import Ask, Objective, Plan
-from antiphon.load.results.result import Result
-from antiphon.load.results.search import highest_rate
-from antiphon.load.workload.texts import EVERYDAY
+from antiphon.load.results import Result
+from antiphon.load.workload import EVERYDAY
 from tests.deploy.balancers import NAMES, Balancer, balancer
 from tests.deploy.replicas import Replicas
 

@@ -23,7 +23,7 @@ import grpc
 
 from antiphon.bundle.manifest import load_bundle, write_manifest
 from antiphon.client import Client
-from antiphon.load.workload.texts import EVERYDAY
+from antiphon.load.workload import EVERYDAY
 from antiphon.server.settings import SHIPPED_BUNDLE
 from antiphon.v1 import inference_pb2 as pb
 from antiphon.v1.inference_pb2_grpc import InferenceServiceStub

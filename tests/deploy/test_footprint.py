@@ -10,7 +10,7 @@ import pytest
 
 from antiphon.cli.main import main
 from antiphon.server.settings import SHIPPED_BUNDLE
-from antiphon.tools.capacity.sizing.size_report import SCRAPE_BYTES, SCRAPE_SAMPLES
+from antiphon.tools.capacity.size_report import SCRAPE_BYTES, SCRAPE_SAMPLES
 from tests.deploy.full_server import MIB, fill, peak_bytes
 from tests.integration.process import PATIENCE_S, ServerProcess
 

@@ -28,7 +28,7 @@ from antiphon.client import AsyncClient, Client, Generation, Options, ServerErro
 from antiphon.client.admin_client import AdminClient
 from antiphon.client.placement import Offer, offer_of
 from antiphon.observability.metrics import MERGE_RULES
-from antiphon.tools.capacity.sizing.footprint import SUPERVISOR_BYTES
+from antiphon.tools.capacity.footprint import SUPERVISOR_BYTES
 from antiphon.v1 import inference_pb2 as pb
 from antiphon.v1.inference_pb2_grpc import InferenceServiceStub
 from tests.certificates import Authority, as_pem, renew, replace

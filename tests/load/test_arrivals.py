@@ -13,11 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from antiphon.load.drive import bracketed_rate, highest_rate
 from antiphon.load.plan import Ask, Plan
-from antiphon.load.results.percentiles import percentile, spread_ms
-from antiphon.load.results.search import bracketed_rate, highest_rate
-from antiphon.load.workload.arrivals import poisson_arrivals
-from antiphon.load.workload.schedule import arrivals_of, share_of
+from antiphon.load.results import percentile, percentiles_ms
+from antiphon.load.workload import arrivals_of, poisson_arrivals, share_of
 
 SECONDS = st.lists(st.floats(0, 100), min_size=1, max_size=300)
 
@@ -33,7 +32,7 @@ def test_percentile_of_many_values_has_no_rounding_error() -> None:
 
 @given(values=SECONDS)
 def test_spread_is_in_milliseconds_and_never_decreases(values: list[float]) -> None:
-    spread = spread_ms(values)
+    spread = percentiles_ms(values)
     assert spread is not None
     held = list(asdict(spread).values())
     assert held == sorted(held)
@@ -42,7 +41,7 @@ def test_spread_is_in_milliseconds_and_never_decreases(values: list[float]) -> N
 
 
 def test_spread_of_nothing_is_absent() -> None:
-    assert spread_ms([]) is None
+    assert percentiles_ms([]) is None
 
 
 def test_arrivals_have_the_requested_rate_and_depend_only_on_the_seed() -> None:

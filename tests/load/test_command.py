@@ -14,9 +14,8 @@ import pytest
 
 from antiphon.cli import main as cli
 from antiphon.load import command
-from antiphon.load.calls.record import Outcome, Record, Reply
 from antiphon.load.plan import Plan
-from antiphon.load.results.result import Result
+from antiphon.load.results import Outcome, Record, Reply, Result
 from antiphon.v1 import inference_pb2 as pb
 from tests.integration.process import ANTIPHON, PATIENCE_S, environment
 from tests.load.scripted import Asked, Scripted, served

@@ -12,13 +12,12 @@ import grpc
 import pytest
 
 from antiphon.domain.limits import EngineLimits
-from antiphon.load.calls.caller import Caller
-from antiphon.load.calls.offer import offer
-from antiphon.load.calls.record import INCOMPLETE, OK, UNFINISHED, Outcome, Reply
+from antiphon.load.calls import Caller
 from antiphon.load.drive import DriveError, drive, run
+from antiphon.load.open_loop import offer
 from antiphon.load.plan import Ask, Plan
-from antiphon.load.results.result import Result
-from antiphon.load.workload.schedule import Arrival, arrivals_of
+from antiphon.load.results import INCOMPLETE, OK, UNFINISHED, Outcome, Reply, Result
+from antiphon.load.workload import Arrival, arrivals_of
 from antiphon.v1 import inference_pb2 as pb
 from tests.load.scripted import Asked, Scripted, at_once, served
 from tests.serving import Gate, serving

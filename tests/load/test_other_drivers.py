@@ -13,7 +13,7 @@ import pytest
 
 from antiphon.cli import main as cli
 from antiphon.load.drive import DriveError
-from antiphon.load.mlperf.mlperf_summary import read_summary
+from antiphon.load.mlperf_summary import read_summary
 from tests.integration.process import PATIENCE_S, environment
 
 LOCUSTFILE = Path(__file__).parents[2] / "deploy" / "load" / "locustfile.py"

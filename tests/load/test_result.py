@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from antiphon.load.calls.record import INCOMPLETE, OK, UNFINISHED, Outcome, Record, Reply
 from antiphon.load.plan import Ask, Objective, Plan, PlanError
 from antiphon.load.report import as_json, as_text, curve, warnings
-from antiphon.load.results.result import Result
+from antiphon.load.results import INCOMPLETE, OK, UNFINISHED, Outcome, Record, Reply, Result
 
 ASKS = (Ask(source="How are you?"), Ask(source="Stop!"))
 FULL = Outcome("RESOURCE_EXHAUSTED", "QUEUE_FULL", has_pushback=True)

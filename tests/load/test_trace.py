@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from antiphon.load.plan import PlanError
-from antiphon.load.workload.trace import Entry, read_trace
+from antiphon.load.workload import Entry, read_trace
 
 
 def trace_of(folder: Path, text: str) -> list[Entry]:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from antiphon.play.head_patterns import Pattern, pattern_of
+from antiphon.play.attention import Pattern, pattern_of
 
 KEYS = ["<s>", "the", "cat", "sat", "on", "the", "mat", "</s>"]
 SIZE = len(KEYS)

@@ -199,7 +199,7 @@ def test_page_cannot_be_embedded_by_another_site(play: PlayProcess, open_page: O
 
 
 def test_vendored_files_have_their_licences() -> None:
-    vendored = ROOT / "protos" / "antiphon" / "play" / "static" / "vendor"
+    vendored = ROOT / "service" / "antiphon" / "play" / "static" / "vendor"
     for licence in ("lit-html.LICENSE", "inter.LICENSE"):
         assert "Copyright" in (vendored / licence).read_text(encoding="utf-8")
 

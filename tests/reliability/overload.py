@@ -19,11 +19,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from antiphon.load.drive import run
+from antiphon.load.drive import bracketed_rate, run
 from antiphon.load.plan import Ask, Objective, Plan
-from antiphon.load.results.result import Result
-from antiphon.load.results.search import bracketed_rate
-from antiphon.load.workload.texts import EVERYDAY
+from antiphon.load.results import Result
+from antiphon.load.workload import EVERYDAY
 from antiphon.server.settings import SHIPPED_BUNDLE
 from tests.integration.process import ServerProcess, is_idle
 from tests.reliability.footprint import footprint

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from antiphon.load.drive import drive
 from antiphon.load.plan import Ask, Plan
-from antiphon.load.workload.texts import EVERYDAY
+from antiphon.load.workload import EVERYDAY
 from antiphon.server.settings import SHIPPED_BUNDLE
 from tests.integration.process import ServerProcess, is_idle
 from tests.reliability.overload import REFUSED

@@ -13,14 +13,13 @@ import grpc
 
 from antiphon.cli.connection_flags import connection_problem
 from antiphon.client import ServerError
-from antiphon.load.drive import DriveError
+from antiphon.load.drive import DriveError, bracketed_rate
 from antiphon.load.drive import run as drive
+from antiphon.load.flags import add_load_flags, read_plan
 from antiphon.load.plan import Plan, PlanError
 from antiphon.load.probe import Probe
 from antiphon.load.report import as_json, as_text, curve, mlperf_as_json, mlperf_as_text, warnings
-from antiphon.load.results.result import Result
-from antiphon.load.results.search import bracketed_rate
-from antiphon.load.workload.flags import add_load_flags, read_plan
+from antiphon.load.results import Result
 
 EXIT_FAILED = 1
 EXIT_USER_ERROR = 2
@@ -110,7 +109,7 @@ class _Session:
         if self._arguments.json is not None:
             _write_json(self._arguments.json, self._as_json())
         if self._arguments.plot is not None:
-            from antiphon.load.results.plot import draw_curve
+            from antiphon.load.plot import draw_curve
 
             _write("--plot", self._arguments.plot, draw_curve(self._results, self._highest))
 
@@ -131,7 +130,7 @@ class _Session:
 
 
 def _run_mlperf(arguments: argparse.Namespace, plan: Plan) -> int:
-    from antiphon.load.mlperf.mlperf import check_plan, run_server_scenario
+    from antiphon.load.mlperf import check_plan, run_server_scenario
 
     check_plan(plan)
     _announce(plan)

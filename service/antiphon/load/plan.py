@@ -16,67 +16,72 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ask:
-    """Content of one request: a text, or token ids. max_new_tokens: None takes the model's default."""
+    """Content of one request."""
 
     source: str | tuple[int, ...]
+    """A text, or token ids."""
     max_new_tokens: int | None = None
+    """None takes the model's default."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Objective:
-    """Limits of a good answer: maximum seconds from its scheduled arrival to its first token and to its end.
+    """Limits of a good answer, in seconds from its scheduled arrival; None is no limit.
 
-    A run meets the objective if 99 % of its answers are within each limit. None: no limit.
+    A run meets the objective if 99 % of its answers are within each limit.
     """
 
     ttft_s: float | None = None
+    """Maximum time to the first token."""
     e2e_s: float | None = None
+    """Maximum time to the end of the answer."""
 
     def __post_init__(self) -> None:
         _check_positive("--objective-ttft-ms", self.ttft_s)
         _check_positive("--objective-p99-ms", self.e2e_s)
 
     @property
-    def is_given(self) -> bool:
+    def has_limit(self) -> bool:
         """Return whether there is at least one limit."""
         return self.ttft_s is not None or self.e2e_s is not None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """One open-loop run.
-
-    asks: contents of the requests, used in order and repeated.
-    rate: mean requests per second, with Poisson arrivals. times_s: alternatively, the arrivals of a trace, ascending,
-    one for each ask.
-    warmup_s: seconds of load before the counted ones, at the same rate; of a trace, its first seconds.
-    duration_s: seconds of counted load.
-    seed: seed of the arrivals; it gives the same arrivals for any number of processes.
-    connections: connections of each process. max_outstanding: maximum concurrent calls of all processes; further
-    arrivals are dropped and counted. timeout_s: deadline of every call. priority: None takes the server's default.
-    connection: settings of the connection. Its retries are ignored; its token must be a string or in a file.
-    is_multiplexed: the requests of a connection share one call.
-    ignore_eos: answers have exactly max_new_tokens tokens. check: compare the answers to equal asks.
-    """
+    """One open-loop run."""
 
     asks: tuple[Ask, ...]
+    """Contents of the requests, used in order and repeated."""
     rate: float | None = None
+    """Mean requests per second, with Poisson arrivals."""
     times_s: tuple[float, ...] | None = None
+    """Instead of a rate: arrivals of a trace, ascending, one for each ask."""
     duration_s: float = 10.0
+    """Seconds of counted load."""
     warmup_s: float = 0.0
+    """Seconds of load before the counted ones, at the same rate; of a trace, its first seconds."""
     seed: int = 0
+    """Seed of the arrivals; it gives the same arrivals for any number of processes."""
     target: str = DEFAULT_TARGET
     model: str = ""
     processes: int = 1
     connections: int = 1
+    """Connections of each process."""
     max_outstanding: int = 10_000
+    """Maximum concurrent calls of all processes; further arrivals are dropped and counted."""
     timeout_s: float = 30.0
+    """Deadline of every call."""
     priority: Priority | None = None
+    """None takes the server's default."""
     connection: Connection = field(default_factory=Connection)
+    """Settings of the connections. Retries are ignored; a token must be a string or in a file."""
     is_streaming: bool = True
     is_multiplexed: bool = False
+    """The requests of a connection share one call."""
     ignore_eos: bool = False
+    """Answers have exactly max_new_tokens tokens."""
     check: bool = False
+    """Compare the answers to equal asks."""
     objective: Objective = field(default_factory=Objective)
 
     def __post_init__(self) -> None:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from antiphon.load.mlperf_summary import Verdict
 from antiphon.load.plan import Plan
-from antiphon.load.results.percentiles import Spread
-from antiphon.load.results.result import MAX_LAG_MS, Result
-
-if TYPE_CHECKING:
-    from antiphon.load.mlperf.mlperf import Verdict
+from antiphon.load.results import MAX_LAG_MS, Percentiles, Result
 
 _LATENCIES = (
     ("first token", "ttft_ms"),
@@ -52,7 +49,7 @@ def as_json(result: Result) -> dict[str, Any]:
         "ok_per_second": result.ok_per_s,
         "tokens_per_second": result.tokens_per_s,
         "goodput_per_second": result.goodput_per_s,
-        **{name: None if spread is None else asdict(spread) for name, spread in _spreads(result).items()},
+        **{name: None if latency is None else asdict(latency) for name, latency in _percentiles(result).items()},
         "objective": asdict(plan.objective) | {"met": result.has_met_objective},
         "client_kept_up": result.has_kept_up,
         "checked": _check(result) if plan.check else None,
@@ -100,18 +97,18 @@ def curve(results: Sequence[Result]) -> str:
 
 def warnings(result: Result) -> list[str]:
     """Return warnings about a result that may be wrong."""
-    found = []
+    lines = []
     if result.num_dropped:
         limit = f"--max-outstanding {result.plan.max_outstanding}"
-        found.append(
+        lines.append(
             f"{result.num_dropped} requests were not sent: {limit} were running, or the client was far too late"
         )
     if result.lag_ms is not None and result.lag_ms.p99 > MAX_LAG_MS:
-        found.append(
+        lines.append(
             f"the client cannot keep up: it sent 1 % of the requests more than {result.lag_ms.p99:.0f} ms late, which "
             f"their latencies include; try --processes {2 * result.plan.processes}, or another machine"
         )
-    return found
+    return lines
 
 
 def _plan_fields(plan: Plan) -> dict[str, Any]:
@@ -137,9 +134,9 @@ def _counts(result: Result) -> str:
 
 
 def _rates(result: Result) -> str:
-    asked, goodput = result.plan.rate, result.goodput_per_s
+    rate, goodput = result.plan.rate, result.goodput_per_s
     parts = [
-        "arrivals of a trace" if asked is None else f"asked for {asked:,.1f}/s",
+        "arrivals of a trace" if rate is None else f"asked for {rate:,.1f}/s",
         f"sent {result.sent_per_s:,.1f}/s",
         f"answered {result.ok_per_s:,.1f}/s",
         *([] if goodput is None else [f"within the objective {goodput:,.1f}/s"]),
@@ -156,16 +153,16 @@ def _errors(result: Result) -> list[str]:
     return lines
 
 
-def _spreads(result: Result) -> dict[str, Spread | None]:
+def _percentiles(result: Result) -> dict[str, Percentiles | None]:
     return {name: getattr(result, name) for _, name in _LATENCIES}
 
 
 def _latencies(result: Result) -> list[str]:
-    spreads = _spreads(result)
+    latencies = _percentiles(result)
     rows = [
-        (label, *(f"{value:.1f}" for value in asdict(spread).values()))
+        (label, *(f"{value:.1f}" for value in asdict(percentiles).values()))
         for label, name in _LATENCIES
-        if (spread := spreads[name]) is not None
+        if (percentiles := latencies[name]) is not None
     ]
     return _columns([_HEADER, *rows])
 
@@ -176,8 +173,8 @@ def _check(result: Result) -> dict[str, Any]:
         "compared": record.num_compared,
         "mismatches": record.num_mismatches,
         "examples": [
-            {"source": result.plan.asks[found.ask].source, "first": found.first, "other": found.other}
-            for found in record.mismatches
+            {"source": result.plan.asks[mismatch.ask].source, "first": mismatch.first, "other": mismatch.other}
+            for mismatch in record.mismatches
         ],
     }
 
@@ -187,9 +184,9 @@ def _checked(result: Result) -> list[str]:
     if not record.num_mismatches:
         return [f"answers to equal texts are equal ({record.num_compared} compared)"]
     lines = [f"{record.num_mismatches} of {record.num_compared} answers differ from another to the same text:"]
-    for found in record.mismatches:
-        lines.append(f"  {str(result.plan.asks[found.ask].source)[:_MAX_SHOWN]!r}")
-        lines += [f"    {answer[:_MAX_SHOWN]!r}" for answer in (found.first, found.other)]
+    for mismatch in record.mismatches:
+        lines.append(f"  {str(result.plan.asks[mismatch.ask].source)[:_MAX_SHOWN]!r}")
+        lines += [f"    {answer[:_MAX_SHOWN]!r}" for answer in (mismatch.first, mismatch.other)]
     return lines
 
 
@@ -207,8 +204,8 @@ def _curve_row(result: Result) -> tuple[str, ...]:
     )
 
 
-def _shown_percentiles(spread: Spread | None, *names: str) -> list[str]:
-    return ["" if spread is None else f"{getattr(spread, name):.1f}" for name in names]
+def _shown_percentiles(percentiles: Percentiles | None, *names: str) -> list[str]:
+    return ["" if percentiles is None else f"{getattr(percentiles, name):.1f}" for name in names]
 
 
 def _columns(rows: Sequence[Sequence[str]]) -> list[str]:

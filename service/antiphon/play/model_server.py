@@ -4,27 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+from collections.abc import Iterable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
-from antiphon.client import AdminClient, AsyncClient, Connection
-from antiphon.play.bodies import Asked
-from antiphon.play.pieces import Pieces
+import grpc
+
+from antiphon.client import AdminClient, AsyncClient, Connection, ServerError
+from antiphon.play.messages import ModelBody
 from antiphon.v1 import admin_pb2, inference_pb2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Addresses:
-    """Ports of one server.
-
-    target: host:port of gRPC. metrics_url: its /metrics. admin_target: host:port of its admin service; None where it
-    has none: the page then shows numbers of cache blocks, and not the requests that hold them.
-    """
+    """Ports of one server."""
 
     target: str
+    """host:port of gRPC."""
     metrics_url: str
+    """URL of /metrics."""
     admin_target: str | None = None
+    """host:port of the admin service; without it the page shows numbers of cache blocks, but not their holders."""
 
 
 class ModelServer:
@@ -49,9 +50,9 @@ class ModelServer:
             self._pieces.clear()
         return models
 
-    def client(self, asked: Asked) -> AsyncClient:
+    def client(self, body: ModelBody) -> AsyncClient:
         """Return the client of the model and languages of a request."""
-        return self._client.with_model(asked.model).with_languages(asked.source_language, asked.target_language)
+        return self._client.with_model(body.model).with_languages(body.source_language, body.target_language)
 
     def client_of(self, model: str) -> AsyncClient:
         """Return the client of a model."""
@@ -59,10 +60,10 @@ class ModelServer:
 
     def pieces(self, model: str) -> Pieces:
         """Return the pieces of a model's tokens."""
-        found = self._pieces.get(model)
-        if found is None:
-            found = self._pieces[model] = Pieces(self.client_of(model))
-        return found
+        pieces = self._pieces.get(model)
+        if pieces is None:
+            pieces = self._pieces[model] = Pieces(self.client_of(model))
+        return pieces
 
     async def caches(self) -> list[admin_pb2.CacheUse] | None:
         """Return the holders of each model's cache blocks; None without an admin service. Raises ServerError."""
@@ -93,36 +94,20 @@ def _tls_context(connection: Connection) -> ssl.SSLContext:
     return context
 
 
-def described(model: inference_pb2.Model) -> dict[str, Any]:
-    """Return what the page knows of a model."""
-    return {
-        "name": model.name,
-        "architecture": _word(inference_pb2.Architecture, model.architecture, "ARCHITECTURE_").replace("_", "-"),
-        "precision": _word(inference_pb2.Precision, model.precision, "PRECISION_"),
-        "device": _word(inference_pb2.Device, model.device, "DEVICE_"),
-        "vocabulary_size": model.vocabulary_size,
-        "max_source_len": model.limits.max_source_len,
-        "max_target_len": model.limits.max_target_len,
-        "max_text_bytes": model.limits.max_text_bytes,
-        "tasks": [
-            {"task": _word(inference_pb2.Task, one.task, "TASK_"), "labels": list(one.labels)} for one in model.tasks
-        ],
-        "languages": list(model.languages),
-        "mask_token": model.mask_token,
-        "licence": model.provenance.licence,
-        "attribution": model.provenance.attribution,
-        "cache": _cache(model),
-    }
+class Pieces:
+    """Pieces of one model's vocabulary, as far as they were needed. A piece is a token's own text."""
 
+    def __init__(self, client: AsyncClient) -> None:
+        self._client = client
+        self._known: dict[int, str] = {}
 
-def _cache(model: inference_pb2.Model) -> dict[str, int] | None:
-    if not model.HasField("cache"):
-        return None
-    cache = model.cache
-    return {"block_tokens": cache.block_tokens, "block_bytes": cache.block_bytes, "num_blocks": cache.num_blocks}
-
-
-def _word(enum: Any, number: int, prefix: str) -> str:
-    """Return the name of an enum's number in lower case, without the enum's own name."""
-    name: str = enum.Name(number) if number in enum.values() else "unknown"
-    return name.removeprefix(prefix).lower()
+    async def of(self, token_ids: Iterable[int]) -> dict[int, str]:
+        """Return the piece of each id. Raises ServerError."""
+        ids = set(token_ids)
+        missing = sorted(ids - self._known.keys())
+        if missing:
+            pieces = (await self._client.detokenize(missing)).pieces
+            if len(pieces) != len(missing):
+                raise ServerError(grpc.StatusCode.UNIMPLEMENTED, "the server is older than this page: it has no pieces")
+            self._known.update(zip(missing, pieces, strict=True))
+        return {token_id: self._known[token_id] for token_id in ids}

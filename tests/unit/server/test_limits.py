@@ -12,7 +12,7 @@ import pytest
 from antiphon.domain.limits import ALLOWED, DEFAULT_LIMITS, EngineLimits
 from antiphon.server.models.model_settings import ModelSettings
 from antiphon.server.settings import ServerConfig
-from antiphon.tools.capacity.ranges import add_limit_flag
+from antiphon.tools.capacity.flags import add_limit_flag
 
 
 def limits_with(name: str, value: Any) -> EngineLimits:

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from antiphon.tools.capacity.simulation.autoscaler import (
+from antiphon.tools.capacity.autoscaler import (
     SYNC_PERIOD_S,
     Autoscaler,
     Policy,

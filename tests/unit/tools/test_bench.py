@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from antiphon.architecture.config import LinearScaling, preset
 from antiphon.bundle.manifest import load_bundle, write_manifest
-from antiphon.load.workload.texts import EVERYDAY
+from antiphon.load.workload import EVERYDAY
 from antiphon.server.settings import SHIPPED_BUNDLE
 from antiphon.text.tokenizer import byte_bpe_format
 from antiphon.tools.bench import command

@@ -12,12 +12,11 @@ import yaml
 
 from antiphon.cli.main import main
 from antiphon.domain.limits import EngineLimits
-from antiphon.tools.capacity.replicas import CapacityError
-from antiphon.tools.capacity.simulation.autoscaler import SYNC_PERIOD_S, Policy, Scaling
-from antiphon.tools.capacity.simulation.fleet import Environment, Fleet, Outcome
-from antiphon.tools.capacity.simulation.scaled_object import ScaledObject, Trigger, read_scaled_object
-from antiphon.tools.capacity.simulation.service_curve import ServiceCurve, read_curve
-from antiphon.tools.capacity.simulation.traffic import Burst, Traffic, day, read_traffic
+from antiphon.tools.capacity.autoscaler import SYNC_PERIOD_S, Policy, ScaledObject, Scaling, Trigger, read_scaled_object
+from antiphon.tools.capacity.flags import CapacityError
+from antiphon.tools.capacity.fleet import Environment, Fleet, Outcome
+from antiphon.tools.capacity.simulated_replica import ServiceCurve, read_curve
+from antiphon.tools.capacity.traffic import Burst, Traffic, day, read_traffic
 
 SHIPPED = Path(__file__).parents[3] / "deploy" / "components" / "autoscaling" / "scaledobject.yaml"
 CURVE = ServiceCurve(rows=(1, 4, 16), answers_per_s=(4.0, 10.0, 16.0), work=(0.5, 1.0, 1.5), origin="test")

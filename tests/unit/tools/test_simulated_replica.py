@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from antiphon.domain.limits import EngineLimits
-from antiphon.tools.capacity.simulation.service_curve import ServiceCurve
-from antiphon.tools.capacity.simulation.simulated_replica import Answers, SimulatedReplica
+from antiphon.tools.capacity.simulated_replica import Answers, ServiceCurve, SimulatedReplica
 
 NUM_REQUESTS = 200_000
 # Means over this number of dependent waits vary by about a hundredth at the loads below.

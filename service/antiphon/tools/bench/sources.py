@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from antiphon.load.workload.texts import EVERYDAY
+from antiphon.load.workload import EVERYDAY
 from antiphon.text.format import TextFormat
 from antiphon.text.tokenizer import Tokenizer, encode_sources
 from antiphon.tools.bench.report import BenchError

@@ -20,9 +20,8 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from antiphon.client import Options
-from antiphon.client.async_client import AsyncClient
-from antiphon.load.workload.texts import read_texts
+from antiphon.client import AsyncClient, Options
+from antiphon.load.workload import read_texts
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 _NUM_QUANTILES = 40

@@ -14,13 +14,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 from antiphon.domain.limits import EngineLimits
-from antiphon.tools.capacity.ranges import add_limit_flag, number, whole
-from antiphon.tools.capacity.replicas import CapacityError
-from antiphon.tools.capacity.simulation.day_report import Figures, as_text, figures_of
-from antiphon.tools.capacity.simulation.fleet import Environment, Fleet, Outcome
-from antiphon.tools.capacity.simulation.scaled_object import ScaledObject, Trigger, read_scaled_object
-from antiphon.tools.capacity.simulation.service_curve import ServiceCurve, read_curve
-from antiphon.tools.capacity.simulation.traffic import Burst, Traffic, day, read_traffic, steady
+from antiphon.tools.capacity.autoscaler import ScaledObject, Trigger, read_scaled_object
+from antiphon.tools.capacity.day_report import Figures, as_text, figures_of
+from antiphon.tools.capacity.flags import CapacityError, add_limit_flag, number, whole
+from antiphon.tools.capacity.fleet import Environment, Fleet, Outcome
+from antiphon.tools.capacity.simulated_replica import ServiceCurve, read_curve
+from antiphon.tools.capacity.traffic import Burst, Traffic, day, read_traffic, steady
 
 EXIT_USER_ERROR = 2
 # Other thresholds, for comparison.
@@ -125,10 +124,10 @@ def run(arguments: argparse.Namespace) -> int:
         scaled = None if arguments.scaled_object is None else read_scaled_object(arguments.scaled_object)
         _check(arguments, scaled)
         traffic = _traffic(arguments, curve)
-        found = list(_simulated(arguments, curve, scaled, traffic))
-        figures = [figures_of(name, outcome, arguments.objective_s) for name, outcome in found]
+        outcomes = list(_simulated(arguments, curve, scaled, traffic))
+        figures = [figures_of(name, outcome, arguments.objective_s) for name, outcome in outcomes]
         print(as_text(figures, traffic, curve))
-        _write(arguments, figures, found, curve)
+        _write(arguments, figures, outcomes, curve)
     except CapacityError as error:
         print(f"antiphon simulate: {error}", file=sys.stderr)
         return EXIT_USER_ERROR
@@ -171,9 +170,9 @@ def _simulated(
         cache_of_full_rows=arguments.cache_of_full_rows,
     )
     first = arguments.replicas or (1 if scaled is None else scaled.scaling.min_replicas)
-    for name, one, count in _cases(arguments, curve, scaled, traffic, first):
+    for name, scaled_object, count in _cases(arguments, curve, scaled, traffic, first):
         print(f"antiphon simulate: {name}", file=sys.stderr)
-        yield name, Fleet(curve, limits, environment, one).run(traffic, count, arguments.seed)
+        yield name, Fleet(curve, limits, environment, scaled_object).run(traffic, count, arguments.seed)
 
 
 def _cases(
@@ -198,15 +197,15 @@ def _cases(
 
 
 def _write(
-    arguments: argparse.Namespace, figures: list[Figures], found: list[tuple[str, Outcome]], curve: ServiceCurve
+    arguments: argparse.Namespace, figures: list[Figures], outcomes: list[tuple[str, Outcome]], curve: ServiceCurve
 ) -> None:
     if arguments.json is not None:
-        text = json.dumps({"curve": curve.origin, "cases": [asdict(one) for one in figures]}, indent=2)
+        text = json.dumps({"curve": curve.origin, "cases": [asdict(case) for case in figures]}, indent=2)
         _write_bytes("--json", arguments.json, f"{text}\n".encode())
     if arguments.plot is not None:
-        from antiphon.tools.capacity.simulation.day_plot import draw_day
+        from antiphon.tools.capacity.day_plot import draw_day
 
-        _write_bytes("--plot", arguments.plot, draw_day(found, curve))
+        _write_bytes("--plot", arguments.plot, draw_day(outcomes, curve))
 
 
 def _write_bytes(flag: str, path: Path, content: bytes) -> None:

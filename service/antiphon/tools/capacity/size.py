@@ -9,12 +9,20 @@ from pathlib import Path
 
 from antiphon.domain.limits import EngineLimits
 from antiphon.server.settings import SHIPPED_BUNDLE
-from antiphon.tools.capacity.ranges import add_limit_flag, number, whole
-from antiphon.tools.capacity.replicas import CapacityError, Demand, ServiceRate, read_load_result
-from antiphon.tools.capacity.sizing import device_memory
-from antiphon.tools.capacity.sizing.kustomize import component
-from antiphon.tools.capacity.sizing.size_report import as_json, as_text
-from antiphon.tools.capacity.sizing.sizing import SIZED_LIMITS, Lengths, Replica, Sizing, open_profiled, size
+from antiphon.tools.capacity import device_memory
+from antiphon.tools.capacity.flags import CapacityError, add_limit_flag, number, whole
+from antiphon.tools.capacity.size_report import as_json, as_text, component
+from antiphon.tools.capacity.sizing import (
+    SIZED_LIMITS,
+    Demand,
+    Lengths,
+    Replica,
+    ServiceRate,
+    Sizing,
+    open_profiled,
+    read_load_result,
+    size,
+)
 
 EXIT_USER_ERROR = 2
 

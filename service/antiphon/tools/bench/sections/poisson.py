@@ -24,9 +24,9 @@ from typing import Any
 
 import uvloop
 
-from antiphon.load.results.percentiles import percentile
-from antiphon.load.results.search import highest_rate
-from antiphon.load.workload.arrivals import poisson_arrivals
+from antiphon.load.drive import highest_rate
+from antiphon.load.results import percentile
+from antiphon.load.workload import poisson_arrivals
 from antiphon.tools.bench.ctranslate2.reference import (
     CTranslate2Reference,
     CTranslate2Settings,

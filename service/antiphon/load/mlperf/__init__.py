@@ -1,1 +1,0 @@
-"""MLPerf's LoadGen as an independent load generator."""

@@ -1,1 +1,0 @@
-"""Workload of a load test: texts, traces and arrival times."""

@@ -1,1 +1,0 @@
-"""Requests of the page: one file for each of its views, JSON in and JSON out."""

@@ -1,1 +1,0 @@
-"""Simulation of a day: replicas, their autoscaler and the traffic."""

@@ -1,1 +1,0 @@
-"""Size of a replica: memory term by term, resources, and their report."""
