@@ -7,7 +7,8 @@ It also serves channelz, which shows every connection of the process with the ad
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import contextlib
+from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -25,18 +26,18 @@ from antiphon.rpc.calls.method_handlers import handlers_of
 from antiphon.rpc.calls.rpc import Context, InFlight, Method
 from antiphon.rpc.calls.waits.client_waits import ClientWaits
 from antiphon.rpc.v1.models import Served
-from antiphon.server.listener import CLIENT_PING_OPTIONS, HANDSHAKE_OPTION, OTHER_PORT_CONNECTIONS
+from antiphon.server.access import Access
 from antiphon.server.models.control import Control
 from antiphon.server.models.memory import MemoryBudget
-from antiphon.server.models.model_settings import ModelName, ModelSettings
-from antiphon.server.settings import MAX_GRACE_S, ServerConfig, allowed_of_model
+from antiphon.server.ports import admin_options, listening
+from antiphon.server.settings import MAX_GRACE_S, ModelName, ModelSettings, ServerConfig
+from antiphon.server.settings_sources import allowed_of_model
 from antiphon.v1 import admin_pb2 as pb
 
 SERVICE = pb.DESCRIPTOR.services_by_name["AdminService"]
 CHANNELZ_NAME: str = channelz_pb2.DESCRIPTOR.services_by_name["Channelz"].full_name
 
 _NAMES: TypeAdapter[str] = TypeAdapter(ModelName)
-_MAX_MESSAGE_BYTES = 65_536  # a name, a path and a few numbers
 
 
 class Admin(Protocol):
@@ -93,14 +94,14 @@ class AdminServicer:
                 cache_bytes=memory.cache_bytes,
                 workspace_bytes=memory.workspace_bytes,
             )
-            for name, memory in sorted(self._budget.held.items())
+            for name, memory in sorted(self._budget.reserved.items())
         ]
         return pb.GetMemoryResponse(budget_bytes=self._budget.limit_bytes, models=models)
 
     async def get_cache(self, message: pb.GetCacheRequest, context: Context) -> pb.GetCacheResponse:
         """Return the cache blocks of each model, or of the named one, and the running requests that hold them."""
         models = self._control.models
-        chosen = [models.find(message.model)] if message.model else sorted(models, key=lambda one: one.name)
+        chosen = [models.find(message.model)] if message.model else sorted(models, key=lambda served: served.name)
         # In threads, because steps may be under way, and because the messages of large caches take time.
         uses = [in_background(partial(_cache_use, served), "cache") for served in chosen]
         return pb.GetCacheResponse(caches=await asyncio.gather(*uses))
@@ -113,14 +114,7 @@ def build_admin_server(
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
 ) -> grpc.aio.Server:
     """Return a gRPC server with the admin service and reflection, not yet bound to a port."""
-    options = [
-        ("grpc.so_reuseport", 0),
-        ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
-        ("grpc.max_allowed_incoming_connections", OTHER_PORT_CONNECTIONS),
-        HANDSHAKE_OPTION,
-        *CLIENT_PING_OPTIONS,
-    ]
-    server = grpc.aio.server(options=options, interceptors=interceptors)
+    server = grpc.aio.server(options=admin_options(), interceptors=interceptors)
     methods: dict[str, Method] = {
         "LoadModel": servicer.load_model,
         "UnloadModel": servicer.unload_model,
@@ -131,6 +125,19 @@ def build_admin_server(
     channelz.add_channelz_servicer(server)
     reflection.enable_server_reflection((SERVICE.full_name, CHANNELZ_NAME, reflection.SERVICE_NAME), server)
     return server
+
+
+@contextlib.asynccontextmanager
+async def admin_port(
+    config: ServerConfig, access: Access, servicer: Admin, telemetry: Telemetry, waits: ClientWaits
+) -> AsyncIterator[int | None]:
+    """Serve the admin service if its port is configured; yield the port or None."""
+    if config.admin_port is None:
+        yield None
+        return
+    server = build_admin_server(servicer, telemetry, waits, access.admin_interceptors(telemetry, waits))
+    async with listening(server, config.admin_host, config.admin_port, access.port_certificates()) as port:
+        yield port
 
 
 def _cache_use(served: Served) -> pb.CacheUse:

@@ -1,7 +1,6 @@
-"""Shutdown of a server, from the first signal to the last byte.
+"""Shutdown of a server, from the first signal to the last byte: signals, the drain and exit codes.
 
-Owns signals, exit codes and the drain; docs/LIFECYCLE.md describes what clients see. `process.py` owns the ports, and
-`probes.py` the probes.
+docs/LIFECYCLE.md describes what clients see.
 """
 
 from __future__ import annotations
@@ -83,40 +82,34 @@ class Grace:
     drain_s: float
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Running:
-    """Parts of a running server that a shutdown needs."""
+async def until_stopped(stop: Stop, grace: Grace, control: Control, calls: Calls, probes: Probes) -> int:
+    """Serve until asked to stop or an engine is lost, then drain with open ports. Return the exit code."""
+    is_asked = await _until_asked_or_lost(stop, control)
+    await probes.leave()
+    if is_asked and grace.delay_s:
+        log.info("new requests are served for %s s more", grace.delay_s)
+        await asyncio.sleep(grace.delay_s)
+    await _drain(grace.drain_s, control, calls)
+    return EXIT_ENGINE_FAULT if not is_asked or control.has_hung_engine else 0
 
-    control: Control
-    calls: Calls
-    probes: Probes
 
-    async def until_stopped(self, stop: Stop, grace: Grace) -> int:
-        """Serve until asked to stop or an engine is lost, then drain with open ports. Return the exit code."""
-        is_asked = await self._until_asked_or_lost(stop)
-        await self.probes.leave()
-        if is_asked and grace.delay_s:
-            log.info("new requests are served for %s s more", grace.delay_s)
-            await asyncio.sleep(grace.delay_s)
-        await self._drain(grace.drain_s)
-        return EXIT_ENGINE_FAULT if not is_asked or self.control.has_hung_engine else 0
-
-    async def _until_asked_or_lost(self, stop: Stop) -> bool:
-        while not self.control.has_lost_engine:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(stop.wait(), _ENGINE_CHECK_S)
-                return True
-        log.critical("the thread of an engine has ended; stopping, so that the supervisor restarts this process")
-        return False
-
-    async def _drain(self, grace_s: float) -> None:
-        """Finish running requests and refuse new ones. The port stays open, so that clients receive the refusals."""
-        has_finished = await self.control.drain(grace_s)
+async def _until_asked_or_lost(stop: Stop, control: Control) -> bool:
+    while not control.has_lost_engine:
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self.calls.wait_until_idle(), _FLUSH_GRACE_S)
-        await asyncio.sleep(_ACKNOWLEDGE_S)
-        rest = "" if has_finished else f"; requests still running after {grace_s} s were ended"
-        log.info("drained%s", rest)
+            await asyncio.wait_for(stop.wait(), _ENGINE_CHECK_S)
+            return True
+    log.critical("the thread of an engine has ended; stopping, so that the supervisor restarts this process")
+    return False
+
+
+async def _drain(grace_s: float, control: Control, calls: Calls) -> None:
+    """Finish running requests and refuse new ones. The port stays open, so that clients receive the refusals."""
+    has_finished = await control.drain(grace_s)
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(calls.wait_until_idle(), _FLUSH_GRACE_S)
+    await asyncio.sleep(_ACKNOWLEDGE_S)
+    rest = "" if has_finished else f"; requests still running after {grace_s} s were ended"
+    log.info("drained%s", rest)
 
 
 def end_now(code: int) -> NoReturn:

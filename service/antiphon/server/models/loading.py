@@ -30,18 +30,18 @@ from antiphon.runtime.lanes import fastest_num_lanes, open_lanes, possible_lanes
 from antiphon.runtime.next_token import NextTokenScorer
 from antiphon.runtime.runners import AnyRunner, open_cuda_runner, open_runner
 from antiphon.runtime.warm_up import NotFinite, warm_up
-from antiphon.server.models.machine import check_memory
 from antiphon.server.models.memory import (
     LIMIT_MARGIN,
     MemoryBudget,
     ModelMemory,
     Need,
     block_bytes_of,
+    check_memory,
     encode_budget,
     need_of,
     weight_bytes,
 )
-from antiphon.server.models.model_settings import ModelPlan
+from antiphon.server.settings import ModelPlan
 from antiphon.text.tokenizer import Tokenizer, TokenizerError, open_tokenizer
 from antiphon.v1 import inference_pb2 as pb
 
@@ -53,7 +53,7 @@ class StartupError(Exception):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Shared:
+class SharedResources:
     """Parts that the models of a process share.
 
     machine_bytes: memory of the machine; None if unknown. num_workers: processes that serve the same models.
@@ -71,7 +71,7 @@ class Shared:
     long_texts: LongTexts = field(default_factory=LongTexts)
 
 
-def load(plan: ModelPlan, shared: Shared) -> Served:
+def load(plan: ModelPlan, resources: SharedResources) -> Served:
     """Verify the bundle, load its graphs and tokenizer, and build an engine without starting it.
 
     Raises StartupError, or OverBudget before any graph is loaded; then everything is released.
@@ -79,47 +79,49 @@ def load(plan: ModelPlan, shared: Shared) -> Served:
     try:
         bundle = load_bundle(plan.path)
         name = plan.name or bundle.manifest.name
-        graphs = _graphs(bundle, plan, shared)
-        need = _need(bundle, graphs, plan, shared)
-        shared.budget.take(name, need)
+        graphs = _graphs(bundle, plan, resources)
+        need = _need(bundle, graphs, plan, resources)
+        resources.budget.reserve(name, need)
         try:
-            check_memory(shared.budget.held, shared.machine_bytes)
-            return _open(bundle, graphs, name, plan, shared, need.memory)
+            check_memory(resources.budget.reserved, resources.machine_bytes)
+            return _open(bundle, graphs, name, plan, resources, need.memory)
         except BaseException:
-            shared.budget.give_back(name)
+            resources.budget.release(name)
             raise
     except (BundleError, TokenizerError, GraphError, WorkspaceError, CudaError, ValueError) as error:
         raise StartupError(str(error)) from error
 
 
-def _graphs(bundle: Bundle, plan: ModelPlan, shared: Shared) -> GraphSet:
+def _graphs(bundle: Bundle, plan: ModelPlan, resources: SharedResources) -> GraphSet:
     """Return the graphs to serve: on the device if there is one. Raises BundleError if the bundle has none for it."""
-    if shared.device is None:
+    if resources.device is None:
         return bundle.graph_set(plan.precision)
     try:
         return bundle.graph_set(plan.precision, "cuda")
     except BundleError as error:
-        if shared.needs_device:
+        if resources.needs_device:
             raise
         log.info("%s runs on the processor: %s", bundle.manifest.name, error)
         return bundle.graph_set(plan.precision)
 
 
-def _need(bundle: Bundle, graphs: GraphSet, plan: ModelPlan, shared: Shared) -> Need:
+def _need(bundle: Bundle, graphs: GraphSet, plan: ModelPlan, resources: SharedResources) -> Need:
     """Return the memory of this machine that the model needs. The memory of a GPU is no part of it."""
     if graphs.lowering == "cuda":
         nothing = ModelMemory(weight_bytes=0, cache_bytes=0, workspace_bytes=0)
         return Need(memory=nothing, num_blocks=0, block_bytes=0, fewest_blocks=0)
     num_lanes = max(_possible_lanes(bundle, plan))
-    return need_of(bundle, graphs, plan.limits, num_lanes, num_workers=shared.num_workers)
+    return need_of(bundle, graphs, plan.limits, num_lanes, num_workers=resources.num_workers)
 
 
-def _open(bundle: Bundle, graphs: GraphSet, name: str, plan: ModelPlan, shared: Shared, memory: ModelMemory) -> Served:
+def _open(
+    bundle: Bundle, graphs: GraphSet, name: str, plan: ModelPlan, resources: SharedResources, memory: ModelMemory
+) -> Served:
     tokenizer = _tokenizer(bundle)
     limits = plan.limits
     if graphs.lowering == "cuda":
-        assert shared.device is not None
-        runners = _cuda_runners(bundle, graphs, plan, shared.device)
+        assert resources.device is not None
+        runners = _cuda_runners(bundle, graphs, plan, resources.device)
         memory = _device_memory(bundle, graphs, runners[0])
     else:
         _encode_budget(bundle, plan, 1)  # no source may fit, which must be said before graphs are loaded
@@ -142,13 +144,13 @@ def _open(bundle: Bundle, graphs: GraphSet, name: str, plan: ModelPlan, shared: 
         read_position_tables=None if positions is None else partial(read_position_tables, bundle.file(positions)),
         generation=bundle.manifest.generation,
     )
-    metrics = _metrics(Metrics(shared.families, name), bundle, graphs, memory)
+    metrics = _metrics(Metrics(resources.families, name), bundle, graphs, memory)
     metrics.watch_arena(*(one.workspace for one in runners))
     engine = Engine(runner, limits, metrics, further=further)
     return Served(
         name=name,
         precision=runner.precision,
-        servicer=InferenceServicer(model, engine, shared.pacing, shared.long_texts),
+        servicer=InferenceServicer(model, engine, resources.pacing, resources.long_texts),
         engine=engine,
         description=description,
         metrics=metrics,

@@ -1,11 +1,12 @@
 """Memory budget: the memory of each model, and a check whether another one fits.
 
 A model counts with all memory that it may use: complete weight files, though some are only mapped; every block of its
-cache, though a block is resident only after its first use; and the workspace of its runs. Loads nothing itself.
+cache, though a block is resident only after its first use; and the workspace of its runs.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import mmap
 import threading
@@ -22,6 +23,8 @@ from antiphon.domain.limits import EncodeBudget, EngineLimits
 from antiphon.ops.cache_geometry import BLOCK_SIZE, blocks_of_longest, cuda_pool_axes, pool_axes
 from antiphon.runtime.cuda.cuda_graph import bytes_of
 from antiphon.runtime.native_encoder import RUN_TOKENS
+
+log = logging.getLogger(__name__)
 
 # For a model without a limit and without a measured profile: four times the need of a base model for 1,024 tokens.
 DEFAULT_WORKSPACE_BYTES = 256 << 20
@@ -66,28 +69,53 @@ class MemoryBudget:
 
     def __init__(self, limit_bytes: int | None) -> None:
         self.limit_bytes = limit_bytes
-        self._held: dict[str, ModelMemory] = {}
+        self._reserved: dict[str, ModelMemory] = {}
         self._lock = threading.Lock()
 
     @property
-    def held(self) -> Mapping[str, ModelMemory]:
+    def reserved(self) -> Mapping[str, ModelMemory]:
         """Memory of each model by name, from before it is loaded until after it is unloaded."""
         with self._lock:
-            return dict(self._held)
+            return dict(self._reserved)
 
-    def take(self, name: str, need: Need) -> None:
+    def reserve(self, name: str, need: Need) -> None:
         """Reserve memory for a model to be loaded. Raises OverBudget, naming each part and the setting to lower."""
         with self._lock:
             if self.limit_bytes is not None:
-                free_bytes = self.limit_bytes - sum(memory.total_bytes for memory in self._held.values())
+                free_bytes = self.limit_bytes - sum(memory.total_bytes for memory in self._reserved.values())
                 if need.memory.total_bytes > free_bytes:
                     raise OverBudget(_refusal(name, need, free_bytes, self.limit_bytes))
-            self._held[name] = need.memory
+            self._reserved[name] = need.memory
 
-    def give_back(self, name: str) -> None:
+    def release(self, name: str) -> None:
         """Release the memory of a model that is unloaded or could not be loaded."""
         with self._lock:
-            self._held.pop(name, None)
+            self._reserved.pop(name, None)
+
+
+def check_memory(models: Mapping[str, ModelMemory], available_bytes: int | None) -> None:
+    """Warn if the models may use more memory than there is.
+
+    Raises OverBudget if their weights and workspaces alone need more: a cache may stay mostly empty, but these do not.
+    """
+    if available_bytes is None:
+        return
+    total_bytes = sum(memory.total_bytes for memory in models.values())
+    fixed_bytes = total_bytes - sum(memory.cache_bytes for memory in models.values())
+    names = ", ".join(models)
+    if fixed_bytes > available_bytes:
+        raise OverBudget(
+            f"{names}: weights and workspaces need {fixed_bytes} bytes; this machine or container has {available_bytes}"
+        )
+    if total_bytes > available_bytes:
+        log.warning(
+            "%s: may use %d bytes, of which %d are cache; this machine or container has %d; "
+            "lower kv_cache_blocks or max_num_seqs",
+            names,
+            total_bytes,
+            total_bytes - fixed_bytes,
+            available_bytes,
+        )
 
 
 def need_of(
