@@ -23,7 +23,7 @@ from antiphon.domain.errors import BadBundle, InvalidArgument
 from antiphon.observability.telemetry import Telemetry
 from antiphon.rpc.calls.background import in_background
 from antiphon.rpc.calls.method_handlers import handlers_of
-from antiphon.rpc.calls.rpc import Context, InFlight, Method
+from antiphon.rpc.calls.rpc import InFlight, Method
 from antiphon.rpc.calls.waits.client_waits import ClientWaits
 from antiphon.rpc.v1.models import Served
 from antiphon.server.access import Access
@@ -41,34 +41,34 @@ _NAMES: TypeAdapter[str] = TypeAdapter(ModelName)
 
 
 class Admin(Protocol):
-    """Methods of the service. They raise AntiphonError."""
+    """Methods of the service. They raise AntiphonError. context: of the call, which none needs."""
 
-    async def load_model(self, message: pb.LoadModelRequest, context: Context) -> pb.LoadModelResponse:
+    async def load_model(self, message: pb.LoadModelRequest, context: object = None) -> pb.LoadModelResponse:
         """Load a bundle and serve it."""
         ...
 
-    async def unload_model(self, message: pb.UnloadModelRequest, context: Context) -> pb.UnloadModelResponse:
+    async def unload_model(self, message: pb.UnloadModelRequest, context: object = None) -> pb.UnloadModelResponse:
         """Stop serving a model and unload it."""
         ...
 
-    async def get_memory(self, message: pb.GetMemoryRequest, context: Context) -> pb.GetMemoryResponse:
+    async def get_memory(self, message: pb.GetMemoryRequest, context: object = None) -> pb.GetMemoryResponse:
         """Return the bytes of each model in the memory budget."""
         ...
 
-    async def get_cache(self, message: pb.GetCacheRequest, context: Context) -> pb.GetCacheResponse:
+    async def get_cache(self, message: pb.GetCacheRequest, context: object = None) -> pb.GetCacheResponse:
         """Return the cache blocks of each model, and the running requests that hold them."""
         ...
 
 
 class AdminServicer:
-    """RPC methods of a process. They raise AntiphonError; `rpc.py` converts it to a status."""
+    """Methods of a process. They raise AntiphonError."""
 
     def __init__(self, control: Control, budget: MemoryBudget, config: ServerConfig) -> None:
         self._control = control
         self._budget = budget
         self._config = config
 
-    async def load_model(self, message: pb.LoadModelRequest, context: Context) -> pb.LoadModelResponse:
+    async def load_model(self, message: pb.LoadModelRequest, context: object = None) -> pb.LoadModelResponse:
         """Load a bundle and serve it."""
         plan = self._config.plan(_checked_name(message.name), _settings(message))
         if not plan.path.is_dir():
@@ -76,7 +76,7 @@ class AdminServicer:
         served = await self._control.load(plan)
         return pb.LoadModelResponse(model=served.description)
 
-    async def unload_model(self, message: pb.UnloadModelRequest, context: Context) -> pb.UnloadModelResponse:
+    async def unload_model(self, message: pb.UnloadModelRequest, context: object = None) -> pb.UnloadModelResponse:
         """Stop serving a model and unload it."""
         grace_s = self._config.drain_grace_s
         if message.HasField("grace"):
@@ -85,7 +85,7 @@ class AdminServicer:
                 raise InvalidArgument("grace", f"{grace_s} s", f"0 to {MAX_GRACE_S} s")
         return pb.UnloadModelResponse(has_drained=await self._control.unload(message.name, grace_s))
 
-    async def get_memory(self, message: pb.GetMemoryRequest, context: Context) -> pb.GetMemoryResponse:
+    async def get_memory(self, message: pb.GetMemoryRequest, context: object = None) -> pb.GetMemoryResponse:
         """Return the bytes of each model in the memory budget."""
         models = [
             pb.ModelMemory(
@@ -98,7 +98,7 @@ class AdminServicer:
         ]
         return pb.GetMemoryResponse(budget_bytes=self._budget.limit_bytes, models=models)
 
-    async def get_cache(self, message: pb.GetCacheRequest, context: Context) -> pb.GetCacheResponse:
+    async def get_cache(self, message: pb.GetCacheRequest, context: object = None) -> pb.GetCacheResponse:
         """Return the cache blocks of each model, or of the named one, and the running requests that hold them."""
         models = self._control.models
         chosen = [models.find(message.model)] if message.model else sorted(models, key=lambda served: served.name)

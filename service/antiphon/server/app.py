@@ -48,7 +48,7 @@ _FLUSH_S = 3.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class App:
-    """Application of one process: health, models and calls. server: that of the service port, not yet bound."""
+    """Application of one process: health, models and calls."""
 
     config: ServerConfig
     resources: SharedResources
@@ -57,6 +57,7 @@ class App:
     control: Control
     calls: Calls
     server: grpc.aio.Server
+    """Server of the service port, not yet bound to it."""
 
     @classmethod
     async def build(

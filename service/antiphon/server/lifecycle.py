@@ -40,7 +40,7 @@ class Stop:
     """Request to stop the process. A second signal ends it immediately."""
 
     def __init__(self) -> None:
-        self._asked = asyncio.Event()
+        self._stopping = asyncio.Event()
 
     def on_signals(self) -> None:
         """Stop on SIGTERM and SIGINT."""
@@ -49,37 +49,35 @@ class Stop:
 
     async def wait(self) -> None:
         """Return when the process is asked to stop."""
-        await self._asked.wait()
+        await self._stopping.wait()
 
     async def unless_asked(self, work: Awaitable[_A]) -> _A | None:
         """Return the result of the work, or None as soon as the process is asked to stop; the work then continues."""
-        task, asked = asyncio.ensure_future(work), asyncio.ensure_future(self._asked.wait())
+        task, stopping = asyncio.ensure_future(work), asyncio.ensure_future(self._stopping.wait())
         try:
-            await asyncio.wait((task, asked), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((task, stopping), return_when=asyncio.FIRST_COMPLETED)
         finally:
-            asked.cancel()
+            stopping.cancel()
         if task.done():
             return task.result()
         ignore_result(task)
         return None
 
     def _on_signal(self, number: signal.Signals) -> None:
-        if self._asked.is_set():
+        if self._stopping.is_set():
             end_now(128 + number)
         log.info("%s: stopping; send it again to stop at once", number.name)
-        self._asked.set()
+        self._stopping.set()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Grace:
-    """Time limits of a shutdown.
-
-    delay_s: time in which new requests are still served, so that load balancers notice the probes.
-    drain_s: time after that, in which new requests are refused, and running and waiting ones finish.
-    """
+    """Time limits of a shutdown."""
 
     delay_s: float
+    """Time in which new requests are still served, so that load balancers notice the probes."""
     drain_s: float
+    """Time after that, in which new requests are refused, and running and waiting ones finish."""
 
 
 async def until_stopped(stop: Stop, grace: Grace, control: Control, calls: Calls, probes: Probes) -> int:

@@ -83,16 +83,15 @@ class ModelSettings(BaseModel):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelPlan:
-    """Everything needed to load one model.
-
-    name: None takes the bundle's name. lanes: "auto" takes the fastest number in a short measurement.
-    """
+    """Everything needed to load one model."""
 
     name: str | None
+    """None takes the bundle's name."""
     path: Path
     precision: PrecisionChoice | None
     threads: int
     lanes: int | Literal["auto"]
+    """A number, or "auto" for the fastest one in a short measurement."""
     limits: EngineLimits
     max_message_bytes: int
     max_text_bytes: int

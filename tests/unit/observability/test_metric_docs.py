@@ -17,7 +17,7 @@ from antiphon.ops.workspace import Workspace
 from antiphon.rpc.calls.waits.client_wait_metrics import WaitMetrics
 from antiphon.rpc.security.file_metrics import FileMetrics
 from antiphon.server.settings import ServerConfig
-from antiphon.server.workers.supervisor import WorkerMetrics
+from antiphon.server.workers.worker_metrics import WorkerMetrics
 from tests.waits import client_waits
 
 DOCS = Path(__file__).parents[3] / "docs" / "OBSERVABILITY.md"

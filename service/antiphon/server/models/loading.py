@@ -54,20 +54,19 @@ class StartupError(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SharedResources:
-    """Parts that the models of a process share.
-
-    machine_bytes: memory of the machine; None if unknown. num_workers: processes that serve the same models.
-    device: GPU on which models run; None is the processor. needs_device: False to run a model on the processor if its
-    bundle has no cuda graphs.
-    """
+    """Objects that the models of a process share."""
 
     families: MetricFamilies
     pacing: Pacing
     budget: MemoryBudget
     machine_bytes: int | None = None
+    """Memory of the machine; None if unknown."""
     num_workers: int = 1
+    """Processes that serve the same models."""
     device: CudaDevice | None = None
+    """GPU on which models run; None is the processor."""
     needs_device: bool = True
+    """False to run a model on the processor if its bundle has no cuda graphs."""
     long_texts: LongTexts = field(default_factory=LongTexts)
 
 
@@ -127,9 +126,9 @@ def _open(
         _encode_budget(bundle, plan, 1)  # no source may fit, which must be said before graphs are loaded
         runners = _runners(bundle, plan)
         limits = replace(limits, encode_budget=_encode_budget(bundle, plan, len(runners)))
-    runner, *further = runners
-    for one in runners:
-        _warm_up(bundle, graphs, one)
+    runner = runners[0]
+    for lane_runner in runners:
+        _warm_up(bundle, graphs, lane_runner)
     description = _described(bundle, runner, tokenizer, limits, plan)
     description.name = name
     explainer = Explainer(bundle, precision=runner.precision)
@@ -145,8 +144,8 @@ def _open(
         generation=bundle.manifest.generation,
     )
     metrics = _metrics(Metrics(resources.families, name), bundle, graphs, memory)
-    metrics.watch_arena(*(one.workspace for one in runners))
-    engine = Engine(runner, limits, metrics, further=further)
+    metrics.watch_arena(*(lane_runner.workspace for lane_runner in runners))
+    engine = Engine(runner, limits, metrics, further=runners[1:])
     return Served(
         name=name,
         precision=runner.precision,
@@ -217,9 +216,9 @@ def _tokenizer(bundle: Bundle) -> Tokenizer:
     if text.kind != "byte_bpe":  # imported: the vocabulary may be padded, and the model defines the special tokens
         return tokenizer
     for name in ("vocab_size", "pad_id", "bos_id", "eos_id", "unk_id"):
-        found, expected = getattr(tokenizer, name), getattr(model, name)
-        if found != expected:
-            raise BundleError(f"{bundle.path / (text.source or '')}: {name} is {found}; the model's is {expected}")
+        value, expected = getattr(tokenizer, name), getattr(model, name)
+        if value != expected:
+            raise BundleError(f"{bundle.path / (text.source or '')}: {name} is {value}; the model's is {expected}")
     return tokenizer
 
 

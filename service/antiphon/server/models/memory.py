@@ -35,14 +35,14 @@ LIMIT_MARGIN = 1.25
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelMemory:
-    """Bytes of a model in the budget, resident or not.
-
-    weight_bytes: its graphs and their weights. cache_bytes: its whole cache. workspace_bytes: workspace of its runs.
-    """
+    """Bytes of a model in the budget, resident or not."""
 
     weight_bytes: int
+    """Its graphs and their weights."""
     cache_bytes: int
+    """Its whole cache."""
     workspace_bytes: int
+    """Workspace of its runs."""
 
     @property
     def total_bytes(self) -> int:
@@ -52,16 +52,15 @@ class ModelMemory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Need:
-    """Memory that a model needs, and the settings that could reduce it.
-
-    num_blocks, block_bytes: cache blocks of a worker, and bytes of one in all workers; 0 without a decoder.
-    fewest_blocks: what one longest sequence takes, below which no cache can be.
-    """
+    """Memory that a model needs, and the settings that could reduce it."""
 
     memory: ModelMemory
     num_blocks: int
+    """Cache blocks of a worker; 0 without a decoder."""
     block_bytes: int
+    """Bytes of one cache block in all workers; 0 without a decoder."""
     fewest_blocks: int
+    """Blocks of one longest sequence, below which no cache can be."""
 
 
 class MemoryBudget:
@@ -167,8 +166,8 @@ def weight_bytes(bundle: Bundle, graphs: GraphSet) -> int:
     own = {
         name for name in (graphs.encoder, graphs.decoder, graphs.explain, *graphs.heads.values()) if name is not None
     }
-    rest = {name.encode(): name for name in listed.keys() - own}
-    external = {rest[found] for name in own for found in _find(bundle.file(name), rest)}
+    names = {name.encode(): name for name in listed.keys() - own}
+    external = {names[text] for name in own for text in _find(bundle.file(name), names)}
     return sum(listed[name].size for name in own | external)
 
 

@@ -7,7 +7,6 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 
 from antiphon.domain.errors import AntiphonError, Unavailable
-from antiphon.rpc.calls.rpc import Context
 from antiphon.server.workers.link import LinkLost
 from antiphon.server.workers.supervisor import WorkerProcess
 from antiphon.v1 import admin_pb2 as pb
@@ -16,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 class WorkersAdmin:
-    """RPC methods. They raise AntiphonError; `rpc.py` converts it to a status.
+    """Methods of the service. They raise AntiphonError.
 
     serving: returns the workers that serve. on_loaded, on_unloaded: called with the name of a model after a change.
     """
@@ -34,7 +33,7 @@ class WorkersAdmin:
         self.changing = asyncio.Lock()
         """Held during a change, and while a new worker catches up with the others."""
 
-    async def load_model(self, message: pb.LoadModelRequest, context: Context) -> pb.LoadModelResponse:
+    async def load_model(self, message: pb.LoadModelRequest, context: object = None) -> pb.LoadModelResponse:
         """Load a bundle in every worker. If one cannot, unload it from the others."""
         async with self.changing:
             request = message.SerializeToString()
@@ -53,7 +52,7 @@ class WorkersAdmin:
             await self._on_loaded(message.name)
             return pb.LoadModelResponse.FromString(answer)
 
-    async def unload_model(self, message: pb.UnloadModelRequest, context: Context) -> pb.UnloadModelResponse:
+    async def unload_model(self, message: pb.UnloadModelRequest, context: object = None) -> pb.UnloadModelResponse:
         """Unload a model from every worker."""
         async with self.changing:
             request = message.SerializeToString()
@@ -65,11 +64,11 @@ class WorkersAdmin:
             has_drained = all(pb.UnloadModelResponse.FromString(answer).has_drained for answer in answers)
             return pb.UnloadModelResponse(has_drained=has_drained)
 
-    async def get_memory(self, message: pb.GetMemoryRequest, context: Context) -> pb.GetMemoryResponse:
+    async def get_memory(self, message: pb.GetMemoryRequest, context: object = None) -> pb.GetMemoryResponse:
         """Return the bytes of each model in the memory budget, all workers together."""
         return pb.GetMemoryResponse.FromString(await _call(self._workers()[0], "get_memory", b""))
 
-    async def get_cache(self, message: pb.GetCacheRequest, context: Context) -> pb.GetCacheResponse:
+    async def get_cache(self, message: pb.GetCacheRequest, context: object = None) -> pb.GetCacheResponse:
         """Return the cache blocks of each model in every worker."""
         request, workers = message.SerializeToString(), self._workers()
         answers = await asyncio.gather(*(_call(worker, "get_cache", request) for worker in workers))

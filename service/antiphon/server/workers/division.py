@@ -21,10 +21,12 @@ _TOPOLOGY = Path("/sys/devices/system/cpu")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Division:
-    """Share of one worker. cores: numbers of its cores; empty if it is not bound to any. threads: of each model."""
+    """Share of one worker."""
 
     cores: tuple[int, ...]
+    """Numbers of its cores; empty if it is not bound to any."""
     threads: int
+    """Threads of each model."""
 
 
 def divide(config: ServerConfig) -> tuple[Division, ...]:

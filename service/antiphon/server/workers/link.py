@@ -49,17 +49,19 @@ class WorkerInvalidArgument(InvalidArgument):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerSpec:
-    """Settings of a new worker beside the server's, as its supervisor passes them.
-
-    index: from 0. num_workers: of the server. cores: to run on; empty for any. opens_early: its port opens before its
-    models are loaded, so that early clients are told to try again; that of a worker which takes the place of another
-    opens when it can serve, because other workers can.
-    """
+    """Settings of a new worker beside the server's, as its supervisor passes them."""
 
     index: int
+    """Number of this worker, from 0."""
     num_workers: int
+    """Number of the server's workers."""
     cores: tuple[int, ...]
+    """Numbers of its cores; empty if it is not bound to any."""
     opens_early: bool
+    """Opens its port before its models are loaded, so that early clients are told to try again.
+
+    The port of a worker that replaces another opens when it can serve, because other workers can.
+    """
 
     @property
     def label(self) -> str:

@@ -14,14 +14,14 @@ import sys
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Self
 
-from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client import CollectorRegistry
 
 from antiphon.domain.errors import AntiphonError
-from antiphon.observability.metrics.model_families import PREFIX
 from antiphon.server.ports import ReadyModel
 from antiphon.server.settings import ServerConfig
 from antiphon.server.workers.division import Division
 from antiphon.server.workers.link import Link, LinkLost, WorkerSpec
+from antiphon.server.workers.worker_metrics import WorkerMetrics
 from antiphon.v1 import inference_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -119,21 +119,6 @@ class WorkerProcess:
 Serve = Callable[[], Awaitable[None]]
 CatchUp = Callable[[WorkerProcess, Serve], Awaitable[None]]
 """Brings a new worker to the state of the others, and then makes it serve."""
-
-
-class WorkerMetrics:
-    """Metrics of a supervisor: how many workers serve, and how often one was replaced."""
-
-    def __init__(self, registry: CollectorRegistry, num_workers: int, num_serving: Callable[[], int]) -> None:
-        self._restarts = Counter(f"{PREFIX}worker_restarts", "Workers started in place of others.", registry=registry)
-        configured = Gauge(f"{PREFIX}workers_configured", "Workers that the server should have.", registry=registry)
-        configured.set(num_workers)
-        serving = Gauge(f"{PREFIX}workers_serving", "Workers that accept requests.", registry=registry)
-        serving.set_function(num_serving)
-
-    def restarted(self) -> None:
-        """Count a worker that takes the place of another."""
-        self._restarts.inc()
 
 
 class Supervisor:

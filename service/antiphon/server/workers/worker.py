@@ -13,11 +13,12 @@ import contextlib
 import os
 import socket
 import sys
-from collections.abc import Callable
-from typing import Any, NoReturn, cast
+from collections.abc import Awaitable, Callable
+from typing import Any, NoReturn
 
 import grpc.aio
 import uvloop
+from google.protobuf.message import Message
 from prometheus_client import CollectorRegistry
 
 from antiphon.domain.errors import OverBudget
@@ -25,7 +26,6 @@ from antiphon.engine.interpreter import interpreter_for_steps
 from antiphon.observability.logs.formats import configure_logging
 from antiphon.observability.telemetry import Telemetry
 from antiphon.rpc.calls.connections.ports import PortError
-from antiphon.rpc.calls.rpc import Context
 from antiphon.rpc.security.file_metrics import FileMetrics
 from antiphon.rpc.security.reload import FileProblem
 from antiphon.rpc.v1.models import Served
@@ -38,7 +38,7 @@ from antiphon.server.ports import listening_to_the_end
 from antiphon.server.settings import ServerConfig
 from antiphon.server.workers.link import Link, WorkerSpec
 from antiphon.server.workers.merged_metrics import exposition_of
-from antiphon.v1 import admin_pb2
+from antiphon.v1 import admin_pb2 as pb
 
 
 def main() -> NoReturn:
@@ -128,7 +128,13 @@ class _WorkerService:
     def __init__(self, app: App, config: ServerConfig, exposition: Callable[[], str]) -> None:
         self._app = app
         self._exposition = exposition
-        self._admin = AdminServicer(app.control, app.resources.budget, config)
+        admin = AdminServicer(app.control, app.resources.budget, config)
+        self._admin_methods: dict[str, tuple[Callable[[Any], Awaitable[Message]], type[Message]]] = {
+            "load_model": (admin.load_model, pb.LoadModelRequest),
+            "unload_model": (admin.unload_model, pb.UnloadModelRequest),
+            "get_memory": (admin.get_memory, pb.GetMemoryRequest),
+            "get_cache": (admin.get_cache, pb.GetCacheRequest),
+        }
         self._loaded: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
         self._go = asyncio.Event()
         self.is_serving = asyncio.Event()
@@ -140,7 +146,6 @@ class _WorkerService:
 
     async def handle(self, method: str, argument: Any) -> Any:
         """Return the result of a method."""
-        context = cast("Context", None)  # which these methods do not use
         match method:
             case "loaded":
                 return await self._loaded
@@ -152,19 +157,8 @@ class _WorkerService:
                 return self._app.probes.is_live
             case "metrics":
                 return await asyncio.to_thread(self._exposition)
-            case "load_model":
-                load = admin_pb2.LoadModelRequest.FromString(base64.b64decode(argument))
-                return _text((await self._admin.load_model(load, context)).SerializeToString())
-            case "unload_model":
-                unload = admin_pb2.UnloadModelRequest.FromString(base64.b64decode(argument))
-                return _text((await self._admin.unload_model(unload, context)).SerializeToString())
-            case "get_memory":
-                memory = await self._admin.get_memory(admin_pb2.GetMemoryRequest(), context)
-                return _text(memory.SerializeToString())
-            case "get_cache":
-                request = admin_pb2.GetCacheRequest.FromString(base64.b64decode(argument))
-                return _text((await self._admin.get_cache(request, context)).SerializeToString())
-        raise ValueError(method)
+        call, request = self._admin_methods[method]
+        return _text((await call(request.FromString(base64.b64decode(argument)))).SerializeToString())
 
 
 def _described(served: Served) -> dict[str, str]:
