@@ -38,14 +38,10 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
         group.add_argument(flag_of(name), dest=name, action=action, metavar=_metavar(schema), help=_help(field, schema))
 
 
-def load_config(arguments: argparse.Namespace, environment: Mapping[str, str] | None = None) -> ServerConfig:
-    """Combine flags, environment and TOML file. Raises ConfigError on the first field that is wrong.
-
-    environment: read only for the TOML file's name; pydantic reads os.environ itself.
-    """
+def load_config(arguments: argparse.Namespace) -> ServerConfig:
+    """Combine flags, environment and TOML file. Raises ConfigError on the first field that is wrong."""
     flags = _flags(arguments)
-    environment = os.environ if environment is None else environment
-    config_file = arguments.config or environment.get(CONFIG_VARIABLE) or None
+    config_file = arguments.config or os.environ.get(CONFIG_VARIABLE) or None
     table = _read_toml(Path(config_file)) if config_file else {}
 
     class Layered(ServerConfig):
