@@ -18,9 +18,9 @@ from antiphon.rpc.calls.probes import HealthServicer
 from antiphon.rpc.v1.answers.pacing import Pacing
 from antiphon.rpc.v1.handlers import Calls
 from antiphon.rpc.v1.models import Models, Served
-from antiphon.server.models.loading import Shared, load
+from antiphon.server.models.loading import SharedResources, load
 from antiphon.server.models.memory import MemoryBudget
-from antiphon.server.parts import build_server
+from antiphon.server.service_port import build_server
 from antiphon.server.settings import ServerConfig
 from tests.waits import client_waits
 
@@ -45,7 +45,7 @@ async def serving_bundle(
     """
     config = ServerConfig(bundle=path, threads=1, **settings)
     registry = CollectorRegistry()
-    shared = Shared(
+    shared = SharedResources(
         families=MetricFamilies(registry),
         pacing=Pacing(1e6, client_waits()),
         budget=MemoryBudget(None),

@@ -14,7 +14,7 @@ from antiphon.observability.metrics import MetricFamilies
 from antiphon.ops.cuda.driver import CudaDevice
 from antiphon.rpc.v1.answers.pacing import Pacing
 from antiphon.rpc.v1.models import Served
-from antiphon.server.models.loading import Shared, StartupError, load
+from antiphon.server.models.loading import SharedResources, StartupError, load
 from antiphon.server.models.memory import MemoryBudget
 from antiphon.server.settings import ServerConfig
 from antiphon.v1 import inference_pb2 as pb
@@ -75,7 +75,7 @@ def load_with(
     **settings: Any,
 ) -> Served:
     config = ServerConfig(bundle=bundle.path, threads=1, max_num_seqs=1, **settings)
-    shared = Shared(
+    shared = SharedResources(
         families=MetricFamilies(registry or CollectorRegistry()),
         pacing=Pacing(1e6, client_waits()),
         budget=MemoryBudget(None),

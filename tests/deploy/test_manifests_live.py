@@ -14,7 +14,8 @@ import pytest
 import yaml
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from antiphon.server.settings import fields, flag_of
+from antiphon.server.settings import fields
+from antiphon.server.settings_sources import flag_of
 from tests.certificates import Authority
 from tests.deploy.manifests import DEPLOY, RENDERINGS, Manifest, of_kind, pods, rendered, settings
 from tests.integration.process import PATIENCE_S, ServerProcess, antiphon

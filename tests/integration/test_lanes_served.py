@@ -10,8 +10,7 @@ from antiphon.bundle.manifest import Bundle, load_bundle
 from antiphon.runtime.lanes import fastest_num_lanes, open_lanes, possible_lanes
 from antiphon.server.models.loading import _possible_lanes
 from antiphon.server.models.memory import encode_budget, need_of
-from antiphon.server.models.model_settings import ModelPlan, ModelSettings
-from antiphon.server.settings import ServerConfig
+from antiphon.server.settings import ModelPlan, ModelSettings, ServerConfig
 from antiphon.text.tokenizer import Tokenizer
 from antiphon.tools.bench.drivers.offline import Offline
 from tests.integration.test_shipped_bundle import BUNDLE, SENTENCES

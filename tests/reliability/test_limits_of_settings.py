@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from antiphon.cli.main import main
-from antiphon.server.models.model_settings import ModelSettings
-from antiphon.server.settings import SHIPPED_BUNDLE, ServerConfig, fields, flag_of
+from antiphon.server.settings import SHIPPED_BUNDLE, ModelSettings, ServerConfig, fields
+from antiphon.server.settings_sources import flag_of
 
 # Settings whose values have no limits of their own; other tests check them.
 FREE_TEXTS = {"models", "caller_metadata_key", "otlp_endpoint"}

@@ -18,7 +18,7 @@ from antiphon.rpc.calls.waits.client_waits import ClientWaits
 from antiphon.rpc.security.file_metrics import FileMetrics
 from antiphon.rpc.security.gate import Gate
 from antiphon.rpc.security.port_certificates import PortCertificates
-from antiphon.rpc.security.reload import Reloading, Result, is_readable_by_others
+from antiphon.rpc.security.reload import Reloading, is_readable_by_others
 from antiphon.rpc.security.tls import Certificates, TlsFiles, read_certificates
 from antiphon.rpc.security.tokens import Token, read_tokens
 from antiphon.server.settings import ServerConfig
@@ -91,10 +91,7 @@ class Access:
     def _open_tokens(self, setting: str, path: Path | None) -> Tokens | None:
         if path is None:
             return None
-        return Reloading((path,), lambda: read_tokens(setting, path), self._count_tokens)
-
-    def _count_tokens(self, result: Result) -> None:
-        self._metrics.count_tokens(result)
+        return Reloading((path,), lambda: read_tokens(setting, path), self._metrics.count_tokens)
 
 
 def warnings_of(config: ServerConfig) -> Iterator[str]:

@@ -7,7 +7,8 @@ It also serves channelz, which shows every connection of the process with the ad
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import contextlib
+from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -22,52 +23,52 @@ from antiphon.domain.errors import BadBundle, InvalidArgument
 from antiphon.observability.telemetry import Telemetry
 from antiphon.rpc.calls.background import in_background
 from antiphon.rpc.calls.method_handlers import handlers_of
-from antiphon.rpc.calls.rpc import Context, InFlight, Method
+from antiphon.rpc.calls.rpc import InFlight, Method
 from antiphon.rpc.calls.waits.client_waits import ClientWaits
 from antiphon.rpc.v1.models import Served
-from antiphon.server.listener import CLIENT_PING_OPTIONS, HANDSHAKE_OPTION, OTHER_PORT_CONNECTIONS
+from antiphon.server.access import Access
 from antiphon.server.models.control import Control
 from antiphon.server.models.memory import MemoryBudget
-from antiphon.server.models.model_settings import ModelName, ModelSettings
-from antiphon.server.settings import MAX_GRACE_S, ServerConfig, allowed_of_model
+from antiphon.server.ports import admin_options, listening
+from antiphon.server.settings import MAX_GRACE_S, ModelName, ModelSettings, ServerConfig
+from antiphon.server.settings_sources import allowed_of_model
 from antiphon.v1 import admin_pb2 as pb
 
 SERVICE = pb.DESCRIPTOR.services_by_name["AdminService"]
 CHANNELZ_NAME: str = channelz_pb2.DESCRIPTOR.services_by_name["Channelz"].full_name
 
 _NAMES: TypeAdapter[str] = TypeAdapter(ModelName)
-_MAX_MESSAGE_BYTES = 65_536  # a name, a path and a few numbers
 
 
 class Admin(Protocol):
-    """Methods of the service. They raise AntiphonError."""
+    """Methods of the service. They raise AntiphonError. context: of the call, which none needs."""
 
-    async def load_model(self, message: pb.LoadModelRequest, context: Context) -> pb.LoadModelResponse:
+    async def load_model(self, message: pb.LoadModelRequest, context: object = None) -> pb.LoadModelResponse:
         """Load a bundle and serve it."""
         ...
 
-    async def unload_model(self, message: pb.UnloadModelRequest, context: Context) -> pb.UnloadModelResponse:
+    async def unload_model(self, message: pb.UnloadModelRequest, context: object = None) -> pb.UnloadModelResponse:
         """Stop serving a model and unload it."""
         ...
 
-    async def get_memory(self, message: pb.GetMemoryRequest, context: Context) -> pb.GetMemoryResponse:
+    async def get_memory(self, message: pb.GetMemoryRequest, context: object = None) -> pb.GetMemoryResponse:
         """Return the bytes of each model in the memory budget."""
         ...
 
-    async def get_cache(self, message: pb.GetCacheRequest, context: Context) -> pb.GetCacheResponse:
+    async def get_cache(self, message: pb.GetCacheRequest, context: object = None) -> pb.GetCacheResponse:
         """Return the cache blocks of each model, and the running requests that hold them."""
         ...
 
 
 class AdminServicer:
-    """RPC methods of a process. They raise AntiphonError; `rpc.py` converts it to a status."""
+    """Methods of a process. They raise AntiphonError."""
 
     def __init__(self, control: Control, budget: MemoryBudget, config: ServerConfig) -> None:
         self._control = control
         self._budget = budget
         self._config = config
 
-    async def load_model(self, message: pb.LoadModelRequest, context: Context) -> pb.LoadModelResponse:
+    async def load_model(self, message: pb.LoadModelRequest, context: object = None) -> pb.LoadModelResponse:
         """Load a bundle and serve it."""
         plan = self._config.plan(_checked_name(message.name), _settings(message))
         if not plan.path.is_dir():
@@ -75,7 +76,7 @@ class AdminServicer:
         served = await self._control.load(plan)
         return pb.LoadModelResponse(model=served.description)
 
-    async def unload_model(self, message: pb.UnloadModelRequest, context: Context) -> pb.UnloadModelResponse:
+    async def unload_model(self, message: pb.UnloadModelRequest, context: object = None) -> pb.UnloadModelResponse:
         """Stop serving a model and unload it."""
         grace_s = self._config.drain_grace_s
         if message.HasField("grace"):
@@ -84,7 +85,7 @@ class AdminServicer:
                 raise InvalidArgument("grace", f"{grace_s} s", f"0 to {MAX_GRACE_S} s")
         return pb.UnloadModelResponse(has_drained=await self._control.unload(message.name, grace_s))
 
-    async def get_memory(self, message: pb.GetMemoryRequest, context: Context) -> pb.GetMemoryResponse:
+    async def get_memory(self, message: pb.GetMemoryRequest, context: object = None) -> pb.GetMemoryResponse:
         """Return the bytes of each model in the memory budget."""
         models = [
             pb.ModelMemory(
@@ -93,14 +94,14 @@ class AdminServicer:
                 cache_bytes=memory.cache_bytes,
                 workspace_bytes=memory.workspace_bytes,
             )
-            for name, memory in sorted(self._budget.held.items())
+            for name, memory in sorted(self._budget.reserved.items())
         ]
         return pb.GetMemoryResponse(budget_bytes=self._budget.limit_bytes, models=models)
 
-    async def get_cache(self, message: pb.GetCacheRequest, context: Context) -> pb.GetCacheResponse:
+    async def get_cache(self, message: pb.GetCacheRequest, context: object = None) -> pb.GetCacheResponse:
         """Return the cache blocks of each model, or of the named one, and the running requests that hold them."""
         models = self._control.models
-        chosen = [models.find(message.model)] if message.model else sorted(models, key=lambda one: one.name)
+        chosen = [models.find(message.model)] if message.model else sorted(models, key=lambda served: served.name)
         # In threads, because steps may be under way, and because the messages of large caches take time.
         uses = [in_background(partial(_cache_use, served), "cache") for served in chosen]
         return pb.GetCacheResponse(caches=await asyncio.gather(*uses))
@@ -113,14 +114,7 @@ def build_admin_server(
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
 ) -> grpc.aio.Server:
     """Return a gRPC server with the admin service and reflection, not yet bound to a port."""
-    options = [
-        ("grpc.so_reuseport", 0),
-        ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
-        ("grpc.max_allowed_incoming_connections", OTHER_PORT_CONNECTIONS),
-        HANDSHAKE_OPTION,
-        *CLIENT_PING_OPTIONS,
-    ]
-    server = grpc.aio.server(options=options, interceptors=interceptors)
+    server = grpc.aio.server(options=admin_options(), interceptors=interceptors)
     methods: dict[str, Method] = {
         "LoadModel": servicer.load_model,
         "UnloadModel": servicer.unload_model,
@@ -131,6 +125,19 @@ def build_admin_server(
     channelz.add_channelz_servicer(server)
     reflection.enable_server_reflection((SERVICE.full_name, CHANNELZ_NAME, reflection.SERVICE_NAME), server)
     return server
+
+
+@contextlib.asynccontextmanager
+async def admin_port(
+    config: ServerConfig, access: Access, servicer: Admin, telemetry: Telemetry, waits: ClientWaits
+) -> AsyncIterator[int | None]:
+    """Serve the admin service if its port is configured; yield the port or None."""
+    if config.admin_port is None:
+        yield None
+        return
+    server = build_admin_server(servicer, telemetry, waits, access.admin_interceptors(telemetry, waits))
+    async with listening(server, config.admin_host, config.admin_port, access.port_certificates()) as port:
+        yield port
 
 
 def _cache_use(served: Served) -> pb.CacheUse:

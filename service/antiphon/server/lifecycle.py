@@ -1,7 +1,6 @@
-"""Shutdown of a server, from the first signal to the last byte.
+"""Shutdown of a server, from the first signal to the last byte: signals, the drain and exit codes.
 
-Owns signals, exit codes and the drain; docs/LIFECYCLE.md describes what clients see. `process.py` owns the ports, and
-`probes.py` the probes.
+docs/LIFECYCLE.md describes what clients see.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class Stop:
     """Request to stop the process. A second signal ends it immediately."""
 
     def __init__(self) -> None:
-        self._asked = asyncio.Event()
+        self._stopping = asyncio.Event()
 
     def on_signals(self) -> None:
         """Stop on SIGTERM and SIGINT."""
@@ -50,73 +49,65 @@ class Stop:
 
     async def wait(self) -> None:
         """Return when the process is asked to stop."""
-        await self._asked.wait()
+        await self._stopping.wait()
 
     async def unless_asked(self, work: Awaitable[_A]) -> _A | None:
         """Return the result of the work, or None as soon as the process is asked to stop; the work then continues."""
-        task, asked = asyncio.ensure_future(work), asyncio.ensure_future(self._asked.wait())
+        task, stopping = asyncio.ensure_future(work), asyncio.ensure_future(self._stopping.wait())
         try:
-            await asyncio.wait((task, asked), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((task, stopping), return_when=asyncio.FIRST_COMPLETED)
         finally:
-            asked.cancel()
+            stopping.cancel()
         if task.done():
             return task.result()
         ignore_result(task)
         return None
 
     def _on_signal(self, number: signal.Signals) -> None:
-        if self._asked.is_set():
+        if self._stopping.is_set():
             end_now(128 + number)
         log.info("%s: stopping; send it again to stop at once", number.name)
-        self._asked.set()
+        self._stopping.set()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Grace:
-    """Time limits of a shutdown.
-
-    delay_s: time in which new requests are still served, so that load balancers notice the probes.
-    drain_s: time after that, in which new requests are refused, and running and waiting ones finish.
-    """
+    """Time limits of a shutdown."""
 
     delay_s: float
+    """Time in which new requests are still served, so that load balancers notice the probes."""
     drain_s: float
+    """Time after that, in which new requests are refused, and running and waiting ones finish."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Running:
-    """Parts of a running server that a shutdown needs."""
+async def until_stopped(stop: Stop, grace: Grace, control: Control, calls: Calls, probes: Probes) -> int:
+    """Serve until asked to stop or an engine is lost, then drain with open ports. Return the exit code."""
+    is_asked = await _until_asked_or_lost(stop, control)
+    await probes.leave()
+    if is_asked and grace.delay_s:
+        log.info("new requests are served for %s s more", grace.delay_s)
+        await asyncio.sleep(grace.delay_s)
+    await _drain(grace.drain_s, control, calls)
+    return EXIT_ENGINE_FAULT if not is_asked or control.has_hung_engine else 0
 
-    control: Control
-    calls: Calls
-    probes: Probes
 
-    async def until_stopped(self, stop: Stop, grace: Grace) -> int:
-        """Serve until asked to stop or an engine is lost, then drain with open ports. Return the exit code."""
-        is_asked = await self._until_asked_or_lost(stop)
-        await self.probes.leave()
-        if is_asked and grace.delay_s:
-            log.info("new requests are served for %s s more", grace.delay_s)
-            await asyncio.sleep(grace.delay_s)
-        await self._drain(grace.drain_s)
-        return EXIT_ENGINE_FAULT if not is_asked or self.control.has_hung_engine else 0
-
-    async def _until_asked_or_lost(self, stop: Stop) -> bool:
-        while not self.control.has_lost_engine:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(stop.wait(), _ENGINE_CHECK_S)
-                return True
-        log.critical("the thread of an engine has ended; stopping, so that the supervisor restarts this process")
-        return False
-
-    async def _drain(self, grace_s: float) -> None:
-        """Finish running requests and refuse new ones. The port stays open, so that clients receive the refusals."""
-        has_finished = await self.control.drain(grace_s)
+async def _until_asked_or_lost(stop: Stop, control: Control) -> bool:
+    while not control.has_lost_engine:
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self.calls.wait_until_idle(), _FLUSH_GRACE_S)
-        await asyncio.sleep(_ACKNOWLEDGE_S)
-        rest = "" if has_finished else f"; requests still running after {grace_s} s were ended"
-        log.info("drained%s", rest)
+            await asyncio.wait_for(stop.wait(), _ENGINE_CHECK_S)
+            return True
+    log.critical("the thread of an engine has ended; stopping, so that the supervisor restarts this process")
+    return False
+
+
+async def _drain(grace_s: float, control: Control, calls: Calls) -> None:
+    """Finish running requests and refuse new ones. The port stays open, so that clients receive the refusals."""
+    has_finished = await control.drain(grace_s)
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(calls.wait_until_idle(), _FLUSH_GRACE_S)
+    await asyncio.sleep(_ACKNOWLEDGE_S)
+    rest = "" if has_finished else f"; requests still running after {grace_s} s were ended"
+    log.info("drained%s", rest)
 
 
 def end_now(code: int) -> NoReturn:

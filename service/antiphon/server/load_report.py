@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import grpc
 from google.protobuf.message_factory import GetMessageClass
@@ -26,8 +24,7 @@ from antiphon.rpc.calls.method_handlers import handler
 from antiphon.rpc.calls.parsing import parser
 from antiphon.rpc.calls.rpc import InFlight
 from antiphon.rpc.v1.models import Models
-from antiphon.server.models.machine import ResidentMemory
-from antiphon.server.settings import usable_cores
+from antiphon.server.machine import ResidentMemory, memory_bytes, usable_cores
 
 SERVICE = orca_pb2.DESCRIPTOR.services_by_name["OpenRcaService"]
 SERVICE_NAME: str = SERVICE.full_name
@@ -68,7 +65,7 @@ class LoadReports:
         self._cpu_clock = cpu_clock
         self._cores = usable_cores()
         self._resident = ResidentMemory()
-        self._memory_bytes = _usable_memory_bytes()
+        self._memory_bytes = memory_bytes() or math.inf
         self._made_s, self._cpu_s = clock(), cpu_clock()
         self._num_calls = self._num_errors = 0
         self._calls, self._errors, self._cpu = _Average(), _Average(), _Average()
@@ -148,13 +145,3 @@ def _cache_usage(engine: Engine) -> float:
 def _occupation(engine: Engine) -> float:
     """Return the utilisation of an engine: 1 if it can run no further request, above 1 if requests wait."""
     return max((engine.num_running + engine.num_waiting) / engine.max_num_seqs, _cache_usage(engine))
-
-
-def _usable_memory_bytes() -> float:
-    """Return the memory that this process may use: the machine's or the container's limit, whichever is less."""
-    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
-        return min(machine, math.inf if limit == "max" else int(limit))
-    except (OSError, ValueError):  # no cgroup v2
-        return machine

@@ -1,7 +1,4 @@
-"""Server process of `antiphon serve`: opens the ports, loads bundles and serves. With workers, starts them.
-
-Owns start-up. `parts.py` owns what answers calls, `side_ports.py` the other ports, and `lifecycle.py` the shutdown.
-"""
+"""Server process of `antiphon serve`: opens the ports, loads bundles and serves. With workers, starts them."""
 
 from __future__ import annotations
 
@@ -22,15 +19,13 @@ from antiphon.rpc.calls.connections.ports import PortError
 from antiphon.rpc.security.file_metrics import FileMetrics
 from antiphon.rpc.security.reload import FileProblem
 from antiphon.server.access import Access
-from antiphon.server.admin import AdminServicer
+from antiphon.server.admin import AdminServicer, admin_port
+from antiphon.server.app import App, check_tracing, observing, shared_resources, within_files
 from antiphon.server.lifecycle import EXIT_USER_ERROR, Stop, end_now
-from antiphon.server.listener import listening_to_the_end
-from antiphon.server.models.loading import Shared, StartupError
-from antiphon.server.observation import check_tracing, observing
-from antiphon.server.parts import Parts, shared_parts, within_files
-from antiphon.server.ready_line import Ports, ready_line
-from antiphon.server.settings import ConfigError, ServerConfig, add_config_arguments, load_config, to_toml
-from antiphon.server.side_ports import admin_port, check_ports, metrics_port, probe_port
+from antiphon.server.models.loading import SharedResources, StartupError
+from antiphon.server.ports import BoundPorts, check_ports, listening_to_the_end, metrics_port, probe_port, ready_line
+from antiphon.server.settings import ConfigError, ServerConfig
+from antiphon.server.settings_sources import add_config_arguments, load_config, to_toml
 from antiphon.server.workers.division import divide
 from antiphon.server.workers.process import run_workers
 
@@ -57,12 +52,12 @@ def run(arguments: argparse.Namespace) -> int:
             return run_workers(config, divisions, handler)
         config = within_files(config)
         registry = CollectorRegistry()
-        shared = shared_parts(config, registry)
-        handler.report_drops(shared.families.log_lines_dropped.inc)
-        access = Access(config, FileMetrics(shared.families))
+        resources = shared_resources(config, registry)
+        handler.report_drops(resources.families.log_lines_dropped.inc)
+        access = Access(config, FileMetrics(resources.families))
         access.warn()
         with metrics_port(config, access, registry) as port, interpreter_for_steps():
-            uvloop.run(_serve(config, access, shared, port))
+            uvloop.run(_serve(config, access, resources, port))
     except (ConfigError, StartupError, OverBudget, PortError, FileProblem) as error:
         print(f"antiphon serve: {error}", file=sys.stderr)
     # These cannot be interrupted: a model being loaded, an engine that hangs, a log line that is not read.
@@ -71,32 +66,34 @@ def run(arguments: argparse.Namespace) -> int:
     return EXIT_USER_ERROR
 
 
-async def _serve(config: ServerConfig, access: Access, shared: Shared, metrics: int) -> NoReturn:
+async def _serve(config: ServerConfig, access: Access, resources: SharedResources, metrics: int) -> NoReturn:
     """Serve, then end the process. metrics: port of the metrics."""
-    async with observing(config, shared.families) as telemetry:
+    async with observing(config, resources.families) as telemetry:
         # Keeps a reference, because a server without one stops. It refuses calls until the process ends.
-        code, _server = await _serve_calls(config, access, shared, telemetry, metrics)
+        code, _server = await _serve_calls(config, access, resources, telemetry, metrics)
     end_now(code)
 
 
 async def _serve_calls(
-    config: ServerConfig, access: Access, shared: Shared, telemetry: Telemetry, metrics: int
+    config: ServerConfig, access: Access, resources: SharedResources, telemetry: Telemetry, metrics: int
 ) -> tuple[int, grpc.aio.Server]:
     """Serve. Return the exit code and the server, whose port is still open."""
     stop = Stop()
     stop.on_signals()
-    parts = await Parts.assemble(config, access, shared, telemetry)
+    app = await App.build(config, access, resources, telemetry)
     # The port opens first: early clients receive a status that tells them to retry, which a closed port could not send.
     async with (
-        probe_port(config, parts.health) as probe,
-        listening_to_the_end(parts.server, config.host, config.port, access.port_certificates()) as port,
+        probe_port(config, app.health) as probe,
+        listening_to_the_end(app.server, config.host, config.port, access.port_certificates()) as port,
     ):
-        served = await parts.load(stop)
-        if served is None:
-            return 0, parts.server
-        await parts.probes.ready()
-        servicer = AdminServicer(parts.control, shared.budget, config)
-        async with admin_port(config, access, servicer, telemetry, shared.pacing.waits) as admin, parts.monitored():
+        models = await app.load(stop)
+        if models is None:
+            return 0, app.server
+        await app.probes.ready()
+        servicer = AdminServicer(app.control, resources.budget, config)
+        async with admin_port(config, access, servicer, telemetry, resources.pacing.waits) as admin, app.watching():
             # The last step of a start: a client that reads this line finds all metrics at once.
-            print(ready_line(config, served, Ports(port=port, metrics=metrics, admin=admin, probe=probe)), flush=True)
-            return await parts.until_stopped(stop), parts.server
+            print(
+                ready_line(config, models, BoundPorts(port=port, metrics=metrics, admin=admin, probe=probe)), flush=True
+            )
+            return await app.until_stopped(stop), app.server

@@ -26,10 +26,10 @@ from antiphon.observability.telemetry import Telemetry
 from antiphon.rpc.calls.probes import HealthServicer
 from antiphon.rpc.v1.handlers import Calls
 from antiphon.rpc.v1.models import Models
+from antiphon.server.app import shared_resources
 from antiphon.server.models.loading import StartupError, load
-from antiphon.server.models.model_settings import ModelSettings
-from antiphon.server.parts import build_server, shared_parts
-from antiphon.server.settings import ServerConfig
+from antiphon.server.service_port import build_server
+from antiphon.server.settings import ModelSettings, ServerConfig
 from antiphon.text.tokenizer import TokenizerError, open_tokenizer
 
 # A token at the limit of a filter can be kept on one side only, which changes the others by its share.
@@ -103,7 +103,7 @@ async def _serving(directory: Path, precision: Precision) -> AsyncIterator[Async
     config = ServerConfig(
         models={"imported": ModelSettings(path=directory, precision=precision, lanes=1)}, device="cpu", max_num_seqs=16
     )
-    shared = shared_parts(config, CollectorRegistry())
+    shared = shared_resources(config, CollectorRegistry())
     served = load(config.plans[0], shared)
     models = Models()
     models.add(served)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from antiphon.runtime.reserve import free, reserve
-from antiphon.server.models.machine import ResidentMemory
+from antiphon.server.machine import ResidentMemory
 
 NUM_BYTES = 256 << 20
 

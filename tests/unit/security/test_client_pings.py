@@ -20,7 +20,7 @@ from antiphon.observability.metrics import MetricFamilies
 from antiphon.observability.telemetry import Telemetry
 from antiphon.rpc.calls.probes import HealthServicer
 from antiphon.rpc.security.file_metrics import FileMetrics
-from antiphon.server import admin, listener, side_ports
+from antiphon.server import admin, ports
 from antiphon.server.access import Access
 from antiphon.server.admin import AdminServicer
 from antiphon.server.settings import ServerConfig
@@ -43,9 +43,8 @@ PINGING = [
 @pytest.fixture(autouse=True)
 def minimum_of_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     """Allow clients a ping a second, instead of every 10 s."""
-    options = tuple((name, 1000 if name.endswith("_ms") else value) for name, value in listener.CLIENT_PING_OPTIONS)
-    monkeypatch.setattr(listener, "CLIENT_PING_OPTIONS", options)
-    monkeypatch.setattr(admin, "CLIENT_PING_OPTIONS", options)
+    options = tuple((name, 1000 if name.endswith("_ms") else value) for name, value in ports.CLIENT_PING_OPTIONS)
+    monkeypatch.setattr(ports, "CLIENT_PING_OPTIONS", options)
 
 
 @contextlib.asynccontextmanager
@@ -58,7 +57,7 @@ async def main_port() -> AsyncIterator[str]:
 async def probe_port() -> AsyncIterator[str]:
     servicer = HealthServicer()
     await servicer.set("", HealthCheckResponse.SERVING)
-    async with side_ports.probe_port(ServerConfig(probe_port=0), servicer) as port:
+    async with ports.probe_port(ServerConfig(probe_port=0), servicer) as port:
         yield f"127.0.0.1:{port}"
 
 
@@ -67,7 +66,7 @@ async def admin_port() -> AsyncIterator[str]:
     config, families = ServerConfig(admin_port=0), MetricFamilies(CollectorRegistry())
     nothing: Any = None  # no call is made
     servicer, access = AdminServicer(nothing, nothing, config), Access(config, FileMetrics(families))
-    async with side_ports.admin_port(config, access, servicer, Telemetry(families), client_waits()) as port:
+    async with admin.admin_port(config, access, servicer, Telemetry(families), client_waits()) as port:
         yield f"127.0.0.1:{port}"
 
 

@@ -18,10 +18,10 @@ from antiphon.client import AsyncClient, RetryPolicy, ServerError
 from antiphon.observability.metrics import MetricFamilies
 from antiphon.observability.telemetry import Telemetry
 from antiphon.rpc.security.file_metrics import FileMetrics
-from antiphon.server import admin, listener
+from antiphon.server import ports
 from antiphon.server.access import Access
 from antiphon.server.admin import AdminServicer, build_admin_server
-from antiphon.server.listener import listening
+from antiphon.server.ports import listening
 from antiphon.server.settings import ServerConfig
 from tests.certificates import Authority, client_hello, trusting
 from tests.serving import SOURCE, serving
@@ -39,9 +39,8 @@ def authority(tmp_path: Path) -> Authority:
 @pytest.fixture
 def settings(authority: Authority, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Return settings of a server with client certificates and a short time limit for handshakes."""
-    option = (listener.HANDSHAKE_OPTION[0], 300)
-    monkeypatch.setattr(listener, "HANDSHAKE_OPTION", option)
-    monkeypatch.setattr(admin, "HANDSHAKE_OPTION", option)
+    option = (ports.HANDSHAKE_OPTION[0], 300)
+    monkeypatch.setattr(ports, "HANDSHAKE_OPTION", option)
     pair = authority.server()
     return {"tls_cert": pair.cert, "tls_key": pair.key, "tls_client_ca": authority.file}
 

@@ -19,7 +19,7 @@ from antiphon.rpc.security import half_open, port_certificates
 from antiphon.rpc.security.port_certificates import PortCertificates, _Offer
 from antiphon.rpc.security.reload import Reloading
 from antiphon.rpc.security.tls import Certificates, TlsFiles, read_certificates
-from antiphon.server.listener import close_port, open_port
+from antiphon.server.ports import close_port, open_port
 from tests.certificates import Authority, Pair, as_pem, renew, trusting
 from tests.serving import serving
 

@@ -15,7 +15,7 @@ from antiphon.ops.cache_geometry import blocks_for
 from antiphon.rpc.v1.answers.pacing import Pacing
 from antiphon.server.admin import AdminServicer
 from antiphon.server.models.control import Control
-from antiphon.server.models.loading import Shared
+from antiphon.server.models.loading import SharedResources
 from antiphon.server.models.memory import MemoryBudget
 from antiphon.server.settings import ServerConfig
 from antiphon.v1 import admin_pb2 as pb
@@ -33,7 +33,9 @@ def admin_of(served: Serving) -> AdminServicer:
         raise AssertionError("no model changes")
 
     budget = MemoryBudget(None)
-    shared = Shared(families=MetricFamilies(CollectorRegistry()), pacing=Pacing(1e6, client_waits()), budget=budget)
+    shared = SharedResources(
+        families=MetricFamilies(CollectorRegistry()), pacing=Pacing(1e6, client_waits()), budget=budget
+    )
     return AdminServicer(Control(served.calls.models, shared, announce), budget, ServerConfig())
 
 

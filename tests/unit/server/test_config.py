@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from antiphon.server import settings as config
-from antiphon.server.settings import ConfigError, ServerConfig, add_config_arguments, load_config, to_toml
+from antiphon.server.settings import ConfigError, ServerConfig
+from antiphon.server.settings_sources import add_config_arguments, flag_of, load_config, to_toml
 
 
 @pytest.fixture(autouse=True)
@@ -126,7 +127,7 @@ def test_add_config_arguments_offers_one_described_flag_for_each_field() -> None
     add_config_arguments(parser)
     text = parser.format_help()
     for name, field in config.fields().items():
-        assert f"  {config.flag_of(name)} " in text
+        assert f"  {flag_of(name)} " in text
         assert field.description
 
 

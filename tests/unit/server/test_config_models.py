@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from antiphon.server import settings as config
-from antiphon.server.settings import ConfigError, to_toml
+from antiphon.server.settings import ConfigError
+from antiphon.server.settings_sources import to_toml
 from tests.unit.server.test_config import load
 
 TOML = """

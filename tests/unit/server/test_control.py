@@ -25,10 +25,9 @@ from antiphon.ops.workspace import _NativeStats
 from antiphon.rpc.v1.answers.pacing import Pacing
 from antiphon.rpc.v1.models import Models, Served
 from antiphon.server.models.control import Control
-from antiphon.server.models.loading import Shared, load
+from antiphon.server.models.loading import SharedResources, load
 from antiphon.server.models.memory import MemoryBudget
-from antiphon.server.models.model_settings import ModelPlan, ModelSettings
-from antiphon.server.settings import SHIPPED_BUNDLE, ServerConfig
+from antiphon.server.settings import SHIPPED_BUNDLE, ModelPlan, ModelSettings, ServerConfig
 from tests.fakes import request_of
 from tests.waits import client_waits
 
@@ -45,7 +44,7 @@ class Host:
     """Control with one model, "first", that records all announcements."""
 
     registry: CollectorRegistry
-    shared: Shared
+    shared: SharedResources
     control: Control
     health: dict[str, int]
     has_left: asyncio.Event
@@ -56,13 +55,13 @@ class Host:
 
     def state(self) -> Any:
         """Return the state that a failed change must not alter."""
-        return self.names, self.shared.budget.held, dict(self.health), generate_latest(self.registry)
+        return self.names, self.shared.budget.reserved, dict(self.health), generate_latest(self.registry)
 
 
 @pytest.fixture
 async def host() -> AsyncIterator[Host]:
     registry, health, has_left = CollectorRegistry(), dict[str, int](), asyncio.Event()
-    shared = Shared(
+    shared = SharedResources(
         families=MetricFamilies(registry), pacing=Pacing(1e6, client_waits()), budget=MemoryBudget(60 << 20)
     )
 
@@ -140,7 +139,7 @@ async def test_description_of_a_model_has_the_size_of_its_cache(host: Host) -> N
     cache = served.description.cache
     assert cache.block_tokens == BLOCK_SIZE
     assert cache.num_blocks == served.engine.num_blocks
-    assert cache.num_blocks * cache.block_bytes == host.shared.budget.held["first"].cache_bytes
+    assert cache.num_blocks * cache.block_bytes == host.shared.budget.reserved["first"].cache_bytes
 
 
 async def test_failed_load_leaves_no_state(host: Host, tmp_path: Path) -> None:

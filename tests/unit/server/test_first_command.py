@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from antiphon.server.ready_line import first_command
+from antiphon.server.ports import first_command
 from antiphon.v1 import inference_pb2 as pb
 
 TARGET = "--target 127.0.0.1:1 "

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from antiphon.domain.limits import ALLOWED, DEFAULT_LIMITS, EngineLimits
-from antiphon.server.models.model_settings import ModelSettings
-from antiphon.server.settings import ServerConfig
+from antiphon.server.settings import ModelSettings, ServerConfig
 from antiphon.tools.capacity.flags import add_limit_flag
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from antiphon.domain.errors import OverBudget
-from antiphon.server.connection_watch import ConnectionWatch
-from antiphon.server.models.machine import allow_files, check_memory, memory_bytes
-from antiphon.server.models.memory import ModelMemory
+from antiphon.server.machine import allow_files, memory_bytes
+from antiphon.server.models.memory import ModelMemory, check_memory
+from antiphon.server.watch import ConnectionWatch
 from tests.fakes import FakeClock
 
 MODEL = ModelMemory(weight_bytes=100, cache_bytes=1000, workspace_bytes=20)
@@ -105,17 +105,17 @@ def test_full_port_is_logged_once_a_minute(caplog: pytest.LogCaptureFixture) -> 
         (40, True, 1),
     ):
         num_files[0] = num_open
-        watch.look()
+        watch.check()
         assert (watch.is_full, len(caplog.records)) == (is_full, num_warnings)
     clock.advance(60.0)
-    watch.look()
+    watch.check()
     assert len(caplog.records) == 2
     assert "10 connections are open" in caplog.text
 
 
 def test_a_port_without_a_limit_is_never_full(caplog: pytest.LogCaptureFixture) -> None:
     watch = ConnectionWatch(None, lambda: 10**6)
-    watch.look()
+    watch.check()
     assert (watch.is_full, caplog.records) == (False, [])
 
 
@@ -123,7 +123,7 @@ def test_open_files_are_counted() -> None:
     """In a process of its own: other tests leave sockets whose collection closes them at any time."""
     code = """
 import tempfile
-from antiphon.server.connection_watch import num_open_files
+from antiphon.server.watch import num_open_files
 before = num_open_files()
 with tempfile.TemporaryFile(), tempfile.TemporaryFile():
     print(num_open_files() - before)

@@ -22,7 +22,7 @@ from antiphon.ops.cache_geometry import blocks_for
 from antiphon.rpc.v1.answers.pacing import Pacing
 from antiphon.runtime.native_encoder import RUN_TOKENS
 from antiphon.runtime.native_runner import NativeRunner
-from antiphon.server.models.loading import Shared, StartupError, load
+from antiphon.server.models.loading import SharedResources, StartupError, load
 from antiphon.server.models.memory import (
     DEFAULT_WORKSPACE_BYTES,
     MemoryBudget,
@@ -31,8 +31,7 @@ from antiphon.server.models.memory import (
     encode_budget,
     need_of,
 )
-from antiphon.server.models.model_settings import ModelPlan, ModelSettings
-from antiphon.server.settings import SHIPPED_BUNDLE, ServerConfig
+from antiphon.server.settings import SHIPPED_BUNDLE, ModelPlan, ModelSettings, ServerConfig
 from tests.fakes import request_of
 from tests.unit.graphs.tiny_graphs import tiny_model
 from tests.unit.graphs.tiny_native import tiny_native_config, write_native_bundle
@@ -104,7 +103,7 @@ def test_encode_budget_predicts_the_values_that_the_runner_reports(shipped: Bund
 
 
 def test_workspace_is_refused_at_start_when_it_is_too_small_for_any_source() -> None:
-    shared = Shared(
+    shared = SharedResources(
         families=MetricFamilies(CollectorRegistry()), pacing=Pacing(1.0, client_waits()), budget=MemoryBudget(None)
     )
     with pytest.raises(StartupError, match="workspace_limit_bytes is 1000; it must be at least"):
@@ -112,7 +111,7 @@ def test_workspace_is_refused_at_start_when_it_is_too_small_for_any_source() -> 
 
 
 def test_description_contains_the_longest_source_that_fits_the_workspace() -> None:
-    shared = Shared(
+    shared = SharedResources(
         families=MetricFamilies(CollectorRegistry()), pacing=Pacing(1.0, client_waits()), budget=MemoryBudget(None)
     )
     served = load(shipped_plan(workspace_limit_bytes=1_000_000), shared)
@@ -131,26 +130,26 @@ def need(weights: int, cache_blocks: int, workspace: int, block_bytes: int = 10)
 
 def test_budget_refusal_lists_every_part_and_the_number_of_blocks_that_would_fit() -> None:
     budget = MemoryBudget(1000)
-    budget.take("first", need(100, 20, 50))
+    budget.reserve("first", need(100, 20, 50))
     with pytest.raises(OverBudget) as caught:
-        budget.take("second", need(200, 70, 30))
+        budget.reserve("second", need(200, 70, 30))
     message = str(caught.value)
     assert "model 'second' needs 930 bytes: 200 bytes of weights, 700 of cache" in message
     assert "lower kv_cache_blocks from 70: 42 would fit" in message  # 1000 - 350 - 230 = 420
     assert "30 of workspace (lower or set workspace_limit_bytes)" in message
     assert "650 of memory_limit_bytes, 1000, are free" in message
-    budget.take("second", need(200, 42, 30))
-    assert sum(memory.total_bytes for memory in budget.held.values()) == 1000
+    budget.reserve("second", need(200, 42, 30))
+    assert sum(memory.total_bytes for memory in budget.reserved.values()) == 1000
 
 
 def test_budget_refusal_suggests_no_cache_when_none_would_fit() -> None:
     budget = MemoryBudget(269)
     with pytest.raises(OverBudget, match="kv_cache_blocks from 70, though 4, the fewest, would not fit either"):
-        budget.take("one", need(200, 70, 30))
+        budget.reserve("one", need(200, 70, 30))
     with pytest.raises(OverBudget) as caught:
-        budget.take("one", need(300, 0, 30))
+        budget.reserve("one", need(300, 0, 30))
     assert "cache" not in str(caught.value)
-    assert budget.held == {}
+    assert budget.reserved == {}
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans(), st.integers(0, 400)), max_size=20))
@@ -158,21 +157,21 @@ def test_budget_never_admits_more_than_its_limit(steps: list[tuple[str, bool, in
     budget, held = MemoryBudget(1000), dict[str, int]()
     for name, is_taken, size in steps:
         if not is_taken:
-            budget.give_back(name)
+            budget.release(name)
             held.pop(name, None)
         elif name not in held:
             fits = sum(held.values()) + size <= 1000
             try:
-                budget.take(name, need(size, 0, 0))
+                budget.reserve(name, need(size, 0, 0))
             except OverBudget:
                 assert not fits
             else:
                 assert fits
                 held[name] = size
-    assert {name: memory.total_bytes for name, memory in budget.held.items()} == held
+    assert {name: memory.total_bytes for name, memory in budget.reserved.items()} == held
 
 
 def test_absent_budget_refuses_nothing() -> None:
     budget = MemoryBudget(None)
-    budget.take("one", need(1 << 60, 0, 0))
-    assert set(budget.held) == {"one"}
+    budget.reserve("one", need(1 << 60, 0, 0))
+    assert set(budget.reserved) == {"one"}

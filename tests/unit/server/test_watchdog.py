@@ -19,7 +19,7 @@ from antiphon.observability.metrics import MetricFamilies
 from antiphon.rpc.calls.background import running_in_background
 from antiphon.rpc.calls.probes import LIVENESS, Probes
 from antiphon.rpc.v1.models import Served
-from antiphon.server.watchdog import LoopLag, Watchdog
+from antiphon.server.watch import LoopLag, Watchdog
 from antiphon.v1 import inference_pb2 as pb
 from tests.fakes import FakeClock, FakeRunner, limits_for, request_of, source_of
 from tests.serving import Gate
@@ -79,11 +79,11 @@ async def test_watchdog_fails_liveness_while_a_step_does_not_end(
     stream = bench.ask()
     assert await asyncio.to_thread(bench.gate.reached.wait, 30)
     bench.clock.advance(TIMEOUT_S)
-    await bench.watchdog.look()
+    await bench.watchdog.check()
     assert (bench.status(LIVENESS), bench.sample("engine_stuck")) == (SERVING, 0)
     bench.clock.advance(0.1)
     for _ in range(3):  # repeated checks log no second record
-        await bench.watchdog.look()
+        await bench.watchdog.check()
     assert {bench.status(name) for name in (LIVENESS, "", "service")} == {NOT_SERVING}
     assert bench.sample("engine_stuck") == 1
     assert bench.sample("engine_last_step_age_seconds") == pytest.approx(TIMEOUT_S + 0.1)
@@ -92,14 +92,14 @@ async def test_watchdog_fails_liveness_while_a_step_does_not_end(
     bench.gate.open()
     await stream.collect()
     assert await asyncio.to_thread(bench.engine.drain, 30)
-    await bench.watchdog.look()
+    await bench.watchdog.check()
     assert {bench.status(name) for name in (LIVENESS, "", "service")} == {SERVING}
     assert bench.sample("engine_stuck") == 0
 
 
 async def test_watchdog_reports_an_idle_engine_as_healthy(bench: Bench) -> None:
     bench.clock.advance(100 * TIMEOUT_S)
-    await bench.watchdog.look()
+    await bench.watchdog.check()
     assert bench.status(LIVENESS) == SERVING
 
 

@@ -1,7 +1,6 @@
 """Loads and unloads models of a running server, one change at a time.
 
-A change that has begun is completed even if its client disconnects, so that no change is left half done. Owns the order
-of the steps; `loading.py` loads a model, and `models.py` selects the model of a request.
+A change that has begun is completed even if its client disconnects, so that no change is left half done.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from antiphon.domain.errors import BadBundle, Unavailable
 from antiphon.engine.engine import Engine
 from antiphon.rpc.calls.background import ignore_result, in_background
 from antiphon.rpc.v1.models import Models, Served
-from antiphon.server.models.loading import Shared, StartupError, load
-from antiphon.server.models.model_settings import ModelPlan
+from antiphon.server.models.loading import SharedResources, StartupError, load
+from antiphon.server.settings import ModelPlan
 
 log = logging.getLogger(__name__)
 
@@ -33,9 +32,9 @@ class Control:
     announce: called with the health of each model.
     """
 
-    def __init__(self, models: Models, shared: Shared, announce: Announce) -> None:
+    def __init__(self, models: Models, resources: SharedResources, announce: Announce) -> None:
         self.models = models
-        self._shared = shared
+        self._resources = resources
         self._announce = announce
         self._changing = asyncio.Lock()
         self._changes: set[asyncio.Task[Any]] = set()
@@ -98,7 +97,7 @@ class Control:
             if plan.name is not None:
                 self.models.check_free(plan.name)
             try:
-                served = await self._unless_stopping(in_background(partial(load, plan, self._shared), "load"))
+                served = await self._unless_stopping(in_background(partial(load, plan, self._resources), "load"))
             except StartupError as error:
                 raise BadBundle(str(error)) from None
             await self.publish(served)
@@ -135,4 +134,4 @@ class Control:
         """Free a model's memory. Calls that still write its last answers keep the little that they need."""
         served.engine.release()
         served.metrics.remove()
-        self._shared.budget.give_back(served.name)
+        self._resources.budget.release(served.name)

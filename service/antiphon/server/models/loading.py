@@ -30,18 +30,18 @@ from antiphon.runtime.lanes import fastest_num_lanes, open_lanes, possible_lanes
 from antiphon.runtime.next_token import NextTokenScorer
 from antiphon.runtime.runners import AnyRunner, open_cuda_runner, open_runner
 from antiphon.runtime.warm_up import NotFinite, warm_up
-from antiphon.server.models.machine import check_memory
 from antiphon.server.models.memory import (
     LIMIT_MARGIN,
     MemoryBudget,
     ModelMemory,
     Need,
     block_bytes_of,
+    check_memory,
     encode_budget,
     need_of,
     weight_bytes,
 )
-from antiphon.server.models.model_settings import ModelPlan
+from antiphon.server.settings import ModelPlan
 from antiphon.text.tokenizer import Tokenizer, TokenizerError, open_tokenizer
 from antiphon.v1 import inference_pb2 as pb
 
@@ -53,25 +53,132 @@ class StartupError(Exception):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Shared:
-    """Parts that the models of a process share.
-
-    machine_bytes: memory of the machine; None if unknown. num_workers: processes that serve the same models.
-    device: GPU on which models run; None is the processor. needs_device: False to run a model on the processor if its
-    bundle has no cuda graphs.
-    """
+class SharedResources:
+    """Objects that the models of a process share."""
 
     families: MetricFamilies
     pacing: Pacing
     budget: MemoryBudget
     machine_bytes: int | None = None
+    """Memory of the machine; None if unknown."""
     num_workers: int = 1
+    """Processes that serve the same models."""
     device: CudaDevice | None = None
+    """GPU on which models run; None is the processor."""
     needs_device: bool = True
+    """False to run a model on the processor if its bundle has no cuda graphs."""
     long_texts: LongTexts = field(default_factory=LongTexts)
 
 
-def load(plan: ModelPlan, shared: Shared) -> Served:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _OpenGraphs:
+    """Opened graphs of a model."""
+
+    runners: tuple[AnyRunner, ...]
+    """One for each lane."""
+    limits: EngineLimits
+    memory: ModelMemory
+    """Bytes that the model holds, in the memory where it runs."""
+    scorer: NextTokenScorer | None = None
+    """Opens the same graphs at its first call; None without a decoder and on a GPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Processor:
+    """Runs the graphs of a model on the processor, in one or several lanes."""
+
+    bundle: Bundle
+    graphs: GraphSet
+    plan: ModelPlan
+    num_workers: int
+
+    def need(self) -> Need:
+        """Return the memory of this machine that the model needs."""
+        num_lanes = max(_possible_lanes(self.bundle, self.plan))
+        return need_of(self.bundle, self.graphs, self.plan.limits, num_lanes, num_workers=self.num_workers)
+
+    def open(self, need: Need) -> _OpenGraphs:
+        """Open the graphs of every lane. Raises StartupError."""
+        bundle, plan, limits = self.bundle, self.plan, self.plan.limits
+        _encode_budget(bundle, plan, 1)  # no source may fit, which must be said before graphs are loaded
+        _check_blocks(bundle, plan)
+        rows, threads, precision = limits.max_num_seqs, plan.threads, plan.precision
+        num_lanes = fastest_num_lanes(
+            bundle, _possible_lanes(bundle, plan), max_rows=rows, threads=threads, precision=precision
+        )
+        runners = open_lanes(
+            bundle,
+            num_lanes=num_lanes,
+            max_rows=rows,
+            threads=threads,
+            precision=precision,
+            num_blocks=limits.kv_cache_blocks,
+            workspace_limit_bytes=limits.workspace_limit_bytes,
+        )
+        return _OpenGraphs(
+            runners=runners,
+            limits=replace(limits, encode_budget=_encode_budget(bundle, plan, len(runners))),
+            memory=need.memory,
+            scorer=self._scorer() if runners[0].has_decoder else None,
+        )
+
+    def _scorer(self) -> NextTokenScorer:
+        limit_bytes, precision = self.plan.limits.workspace_limit_bytes, self.graphs.precision
+        return NextTokenScorer(
+            partial(
+                open_runner, self.bundle, max_rows=1, threads=1, precision=precision, workspace_limit_bytes=limit_bytes
+            )
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Gpu:
+    """Runs the graphs of a model on a GPU, in one lane."""
+
+    bundle: Bundle
+    graphs: GraphSet
+    plan: ModelPlan
+    device: CudaDevice
+
+    def need(self) -> Need:
+        """Return no need: the budget counts the memory of this machine."""
+        nothing = ModelMemory(weight_bytes=0, cache_bytes=0, workspace_bytes=0)
+        return Need(memory=nothing, num_blocks=0, block_bytes=0, fewest_blocks=0)
+
+    def open(self, need: Need) -> _OpenGraphs:
+        """Open the graphs of the lane. Raises StartupError if more lanes are set."""
+        bundle, limits = self.bundle, self.plan.limits
+        if self.plan.lanes not in (1, "auto"):
+            raise StartupError(f"lanes is {self.plan.lanes}; on a GPU it must be 1")
+        _check_blocks(bundle, self.plan)
+        weights, limit_bytes = weight_bytes(bundle, self.graphs), limits.workspace_limit_bytes
+        runner = open_cuda_runner(
+            bundle,
+            self.device,
+            max_rows=limits.max_num_seqs,
+            precision=self.graphs.precision,
+            num_blocks=limits.kv_cache_blocks,
+            memory_limit_bytes=None if limit_bytes is None else limit_bytes + weights,
+        )
+        cache_bytes = runner.num_blocks * block_bytes_of(bundle.manifest.model, self.graphs) if runner.num_blocks else 0
+        # The workspace is not known before the first runs.
+        memory = ModelMemory(weight_bytes=weights, cache_bytes=cache_bytes, workspace_bytes=0)
+        return _OpenGraphs(runners=(runner,), limits=limits, memory=memory)
+
+
+def _backend(bundle: Bundle, plan: ModelPlan, resources: SharedResources) -> _Processor | _Gpu:
+    """Return the GPU if there is one, else the processor. Raises BundleError if the bundle has no graphs for it."""
+    if resources.device is not None:
+        try:
+            return _Gpu(bundle, bundle.graph_set(plan.precision, "cuda"), plan, resources.device)
+        except BundleError as error:
+            if resources.needs_device:
+                raise
+            log.info("%s runs on the processor: %s", bundle.manifest.name, error)
+    return _Processor(bundle, bundle.graph_set(plan.precision), plan, resources.num_workers)
+
+
+def load(plan: ModelPlan, resources: SharedResources) -> Served:
     """Verify the bundle, load its graphs and tokenizer, and build an engine without starting it.
 
     Raises StartupError, or OverBudget before any graph is loaded; then everything is released.
@@ -79,56 +186,28 @@ def load(plan: ModelPlan, shared: Shared) -> Served:
     try:
         bundle = load_bundle(plan.path)
         name = plan.name or bundle.manifest.name
-        graphs = _graphs(bundle, plan, shared)
-        need = _need(bundle, graphs, plan, shared)
-        shared.budget.take(name, need)
+        backend = _backend(bundle, plan, resources)
+        need = backend.need()
+        resources.budget.reserve(name, need)
         try:
-            check_memory(shared.budget.held, shared.machine_bytes)
-            return _open(bundle, graphs, name, plan, shared, need.memory)
+            check_memory(resources.budget.reserved, resources.machine_bytes)
+            return _open(bundle, name, plan, resources, backend, need)
         except BaseException:
-            shared.budget.give_back(name)
+            resources.budget.release(name)
             raise
     except (BundleError, TokenizerError, GraphError, WorkspaceError, CudaError, ValueError) as error:
         raise StartupError(str(error)) from error
 
 
-def _graphs(bundle: Bundle, plan: ModelPlan, shared: Shared) -> GraphSet:
-    """Return the graphs to serve: on the device if there is one. Raises BundleError if the bundle has none for it."""
-    if shared.device is None:
-        return bundle.graph_set(plan.precision)
-    try:
-        return bundle.graph_set(plan.precision, "cuda")
-    except BundleError as error:
-        if shared.needs_device:
-            raise
-        log.info("%s runs on the processor: %s", bundle.manifest.name, error)
-        return bundle.graph_set(plan.precision)
-
-
-def _need(bundle: Bundle, graphs: GraphSet, plan: ModelPlan, shared: Shared) -> Need:
-    """Return the memory of this machine that the model needs. The memory of a GPU is no part of it."""
-    if graphs.lowering == "cuda":
-        nothing = ModelMemory(weight_bytes=0, cache_bytes=0, workspace_bytes=0)
-        return Need(memory=nothing, num_blocks=0, block_bytes=0, fewest_blocks=0)
-    num_lanes = max(_possible_lanes(bundle, plan))
-    return need_of(bundle, graphs, plan.limits, num_lanes, num_workers=shared.num_workers)
-
-
-def _open(bundle: Bundle, graphs: GraphSet, name: str, plan: ModelPlan, shared: Shared, memory: ModelMemory) -> Served:
+def _open(
+    bundle: Bundle, name: str, plan: ModelPlan, resources: SharedResources, backend: _Processor | _Gpu, need: Need
+) -> Served:
     tokenizer = _tokenizer(bundle)
-    limits = plan.limits
-    if graphs.lowering == "cuda":
-        assert shared.device is not None
-        runners = _cuda_runners(bundle, graphs, plan, shared.device)
-        memory = _device_memory(bundle, graphs, runners[0])
-    else:
-        _encode_budget(bundle, plan, 1)  # no source may fit, which must be said before graphs are loaded
-        runners = _runners(bundle, plan)
-        limits = replace(limits, encode_budget=_encode_budget(bundle, plan, len(runners)))
-    runner, *further = runners
-    for one in runners:
-        _warm_up(bundle, graphs, one)
-    description = _described(bundle, runner, tokenizer, limits, plan)
+    graphs, opened = backend.graphs, backend.open(need)
+    runner = opened.runners[0]
+    for lane_runner in opened.runners:
+        _warm_up(bundle, graphs, lane_runner)
+    description = _described(bundle, runner, tokenizer, opened.limits, plan)
     description.name = name
     explainer = Explainer(bundle, precision=runner.precision)
     positions = bundle.manifest.positions
@@ -138,39 +217,21 @@ def _open(bundle: Bundle, graphs: GraphSet, name: str, plan: ModelPlan, shared: 
         text=bundle.manifest.text,
         config=bundle.manifest.model,
         explainer=explainer if explainer.is_available else None,
-        scorer=_scorer(bundle, graphs, plan) if runner.has_decoder else None,
+        scorer=opened.scorer,
         read_position_tables=None if positions is None else partial(read_position_tables, bundle.file(positions)),
         generation=bundle.manifest.generation,
     )
-    metrics = _metrics(Metrics(shared.families, name), bundle, graphs, memory)
-    metrics.watch_arena(*(one.workspace for one in runners))
-    engine = Engine(runner, limits, metrics, further=further)
+    metrics = _metrics(Metrics(resources.families, name), bundle, graphs, opened.memory)
+    metrics.watch_arena(*(lane_runner.workspace for lane_runner in opened.runners))
+    engine = Engine(runner, opened.limits, metrics, further=opened.runners[1:])
     return Served(
         name=name,
         precision=runner.precision,
-        servicer=InferenceServicer(model, engine, shared.pacing, shared.long_texts),
+        servicer=InferenceServicer(model, engine, resources.pacing, resources.long_texts),
         engine=engine,
         description=description,
         metrics=metrics,
     )
-
-
-def _scorer(bundle: Bundle, graphs: GraphSet, plan: ModelPlan) -> NextTokenScorer | None:
-    """Return the scorer of next tokens, which opens the same graphs at its first call; None on a GPU."""
-    if graphs.lowering == "cuda":
-        return None
-    limit_bytes = plan.limits.workspace_limit_bytes
-    return NextTokenScorer(
-        partial(
-            open_runner, bundle, max_rows=1, threads=1, precision=graphs.precision, workspace_limit_bytes=limit_bytes
-        )
-    )
-
-
-def _device_memory(bundle: Bundle, graphs: GraphSet, runner: AnyRunner) -> ModelMemory:
-    """Return the bytes of a GPU that a model holds; the workspace is not known before its first runs."""
-    cache_bytes = runner.num_blocks * block_bytes_of(bundle.manifest.model, graphs) if runner.num_blocks else 0
-    return ModelMemory(weight_bytes=weight_bytes(bundle, graphs), cache_bytes=cache_bytes, workspace_bytes=0)
 
 
 def _metrics(metrics: Metrics, bundle: Bundle, graphs: GraphSet, memory: ModelMemory) -> Metrics:
@@ -215,45 +276,10 @@ def _tokenizer(bundle: Bundle) -> Tokenizer:
     if text.kind != "byte_bpe":  # imported: the vocabulary may be padded, and the model defines the special tokens
         return tokenizer
     for name in ("vocab_size", "pad_id", "bos_id", "eos_id", "unk_id"):
-        found, expected = getattr(tokenizer, name), getattr(model, name)
-        if found != expected:
-            raise BundleError(f"{bundle.path / (text.source or '')}: {name} is {found}; the model's is {expected}")
+        value, expected = getattr(tokenizer, name), getattr(model, name)
+        if value != expected:
+            raise BundleError(f"{bundle.path / (text.source or '')}: {name} is {value}; the model's is {expected}")
     return tokenizer
-
-
-def _cuda_runners(bundle: Bundle, graphs: GraphSet, plan: ModelPlan, device: CudaDevice) -> tuple[AnyRunner, ...]:
-    """Return the runner of the one lane of a GPU. Raises StartupError if more are set."""
-    if plan.lanes not in (1, "auto"):
-        raise StartupError(f"lanes is {plan.lanes}; on a GPU it must be 1")
-    _check_blocks(bundle, plan)
-    limit_bytes = plan.limits.workspace_limit_bytes
-    runner = open_cuda_runner(
-        bundle,
-        device,
-        max_rows=plan.limits.max_num_seqs,
-        precision=graphs.precision,
-        num_blocks=plan.limits.kv_cache_blocks,
-        memory_limit_bytes=None if limit_bytes is None else limit_bytes + weight_bytes(bundle, graphs),
-    )
-    return (runner,)
-
-
-def _runners(bundle: Bundle, plan: ModelPlan) -> tuple[AnyRunner, ...]:
-    """Return the runner of each lane."""
-    _check_blocks(bundle, plan)
-    rows, threads, precision = plan.limits.max_num_seqs, plan.threads, plan.precision
-    lanes = fastest_num_lanes(
-        bundle, _possible_lanes(bundle, plan), max_rows=rows, threads=threads, precision=precision
-    )
-    return open_lanes(
-        bundle,
-        num_lanes=lanes,
-        max_rows=rows,
-        threads=threads,
-        precision=precision,
-        num_blocks=plan.limits.kv_cache_blocks,
-        workspace_limit_bytes=plan.limits.workspace_limit_bytes,
-    )
 
 
 def _possible_lanes(bundle: Bundle, plan: ModelPlan) -> list[int]:

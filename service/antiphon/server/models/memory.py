@@ -1,11 +1,12 @@
 """Memory budget: the memory of each model, and a check whether another one fits.
 
 A model counts with all memory that it may use: complete weight files, though some are only mapped; every block of its
-cache, though a block is resident only after its first use; and the workspace of its runs. Loads nothing itself.
+cache, though a block is resident only after its first use; and the workspace of its runs.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import mmap
 import threading
@@ -23,6 +24,8 @@ from antiphon.ops.cache_geometry import BLOCK_SIZE, blocks_of_longest, cuda_pool
 from antiphon.runtime.cuda.cuda_graph import bytes_of
 from antiphon.runtime.native_encoder import RUN_TOKENS
 
+log = logging.getLogger(__name__)
+
 # For a model without a limit and without a measured profile: four times the need of a base model for 1,024 tokens.
 DEFAULT_WORKSPACE_BYTES = 256 << 20
 # Bytes of limit per predicted byte: allocations are rounded up to regions, and a fit has a residual. The shipped model
@@ -32,14 +35,14 @@ LIMIT_MARGIN = 1.25
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelMemory:
-    """Bytes of a model in the budget, resident or not.
-
-    weight_bytes: its graphs and their weights. cache_bytes: its whole cache. workspace_bytes: workspace of its runs.
-    """
+    """Bytes of a model in the budget, resident or not."""
 
     weight_bytes: int
+    """Its graphs and their weights."""
     cache_bytes: int
+    """Its whole cache."""
     workspace_bytes: int
+    """Workspace of its runs."""
 
     @property
     def total_bytes(self) -> int:
@@ -49,16 +52,15 @@ class ModelMemory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Need:
-    """Memory that a model needs, and the settings that could reduce it.
-
-    num_blocks, block_bytes: cache blocks of a worker, and bytes of one in all workers; 0 without a decoder.
-    fewest_blocks: what one longest sequence takes, below which no cache can be.
-    """
+    """Memory that a model needs, and the settings that could reduce it."""
 
     memory: ModelMemory
     num_blocks: int
+    """Cache blocks of a worker; 0 without a decoder."""
     block_bytes: int
+    """Bytes of one cache block in all workers; 0 without a decoder."""
     fewest_blocks: int
+    """Blocks of one longest sequence, below which no cache can be."""
 
 
 class MemoryBudget:
@@ -66,28 +68,53 @@ class MemoryBudget:
 
     def __init__(self, limit_bytes: int | None) -> None:
         self.limit_bytes = limit_bytes
-        self._held: dict[str, ModelMemory] = {}
+        self._reserved: dict[str, ModelMemory] = {}
         self._lock = threading.Lock()
 
     @property
-    def held(self) -> Mapping[str, ModelMemory]:
+    def reserved(self) -> Mapping[str, ModelMemory]:
         """Memory of each model by name, from before it is loaded until after it is unloaded."""
         with self._lock:
-            return dict(self._held)
+            return dict(self._reserved)
 
-    def take(self, name: str, need: Need) -> None:
+    def reserve(self, name: str, need: Need) -> None:
         """Reserve memory for a model to be loaded. Raises OverBudget, naming each part and the setting to lower."""
         with self._lock:
             if self.limit_bytes is not None:
-                free_bytes = self.limit_bytes - sum(memory.total_bytes for memory in self._held.values())
+                free_bytes = self.limit_bytes - sum(memory.total_bytes for memory in self._reserved.values())
                 if need.memory.total_bytes > free_bytes:
                     raise OverBudget(_refusal(name, need, free_bytes, self.limit_bytes))
-            self._held[name] = need.memory
+            self._reserved[name] = need.memory
 
-    def give_back(self, name: str) -> None:
+    def release(self, name: str) -> None:
         """Release the memory of a model that is unloaded or could not be loaded."""
         with self._lock:
-            self._held.pop(name, None)
+            self._reserved.pop(name, None)
+
+
+def check_memory(models: Mapping[str, ModelMemory], available_bytes: int | None) -> None:
+    """Warn if the models may use more memory than there is.
+
+    Raises OverBudget if their weights and workspaces alone need more: a cache may stay mostly empty, but these do not.
+    """
+    if available_bytes is None:
+        return
+    total_bytes = sum(memory.total_bytes for memory in models.values())
+    fixed_bytes = total_bytes - sum(memory.cache_bytes for memory in models.values())
+    names = ", ".join(models)
+    if fixed_bytes > available_bytes:
+        raise OverBudget(
+            f"{names}: weights and workspaces need {fixed_bytes} bytes; this machine or container has {available_bytes}"
+        )
+    if total_bytes > available_bytes:
+        log.warning(
+            "%s: may use %d bytes, of which %d are cache; this machine or container has %d; "
+            "lower kv_cache_blocks or max_num_seqs",
+            names,
+            total_bytes,
+            total_bytes - fixed_bytes,
+            available_bytes,
+        )
 
 
 def need_of(
@@ -139,8 +166,8 @@ def weight_bytes(bundle: Bundle, graphs: GraphSet) -> int:
     own = {
         name for name in (graphs.encoder, graphs.decoder, graphs.explain, *graphs.heads.values()) if name is not None
     }
-    rest = {name.encode(): name for name in listed.keys() - own}
-    external = {rest[found] for name in own for found in _find(bundle.file(name), rest)}
+    names = {name.encode(): name for name in listed.keys() - own}
+    external = {names[text] for name in own for text in _find(bundle.file(name), names)}
     return sum(listed[name].size for name in own | external)
 
 

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from antiphon.bundle.manifest import BundleError, load_bundle
+from antiphon.server.machine import usable_cores
 from antiphon.server.models.loading import StartupError
 from antiphon.server.models.memory import need_of
-from antiphon.server.settings import ConfigError, ServerConfig, usable_cores
+from antiphon.server.settings import ConfigError, ServerConfig
 
 # Bytes of weights that keep one core as busy as the Python of one worker keeps another. docs/WORKERS.md says how it was
 # measured.
@@ -20,10 +21,12 @@ _TOPOLOGY = Path("/sys/devices/system/cpu")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Division:
-    """Share of one worker. cores: numbers of its cores; empty if it is not bound to any. threads: of each model."""
+    """Share of one worker."""
 
     cores: tuple[int, ...]
+    """Numbers of its cores; empty if it is not bound to any."""
     threads: int
+    """Threads of each model."""
 
 
 def divide(config: ServerConfig) -> tuple[Division, ...]:
@@ -70,11 +73,13 @@ def cores_per_worker(weight_bytes: int) -> int:
 def neighbours_first(cores: Iterable[int], topology: Path = _TOPOLOGY) -> list[int]:
     """Return the cores in an order in which hardware threads of one core, and cores of one package, are neighbours."""
 
-    def place(core: int) -> tuple[int, int, int]:
-        found = [_number(topology / f"cpu{core}" / "topology" / name) for name in ("physical_package_id", "core_id")]
-        return found[0], found[1], core
+    def position(core: int) -> tuple[int, int, int]:
+        package, number = (
+            _number(topology / f"cpu{core}" / "topology" / name) for name in ("physical_package_id", "core_id")
+        )
+        return package, number, core
 
-    return sorted(cores, key=place)
+    return sorted(cores, key=position)
 
 
 def _weight_bytes(config: ServerConfig) -> int:

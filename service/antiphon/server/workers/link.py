@@ -1,4 +1,4 @@
-"""Questions of a supervisor and answers of its worker, as lines of JSON over a pair of sockets.
+"""Link of a supervisor and a worker: calls as lines of JSON over a pair of sockets, and the settings of a new worker.
 
 The sockets have no name, so that no other process can reach a worker, and no port or file is left behind.
 """
@@ -11,25 +11,27 @@ import json
 import logging
 import socket
 from collections.abc import Awaitable, Callable
+from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 from antiphon.domain.errors import AntiphonError, InvalidArgument, Status
+from antiphon.server.settings import ServerConfig
 
 log = logging.getLogger(__name__)
 
 # A worker's metrics are the largest message: some hundred bytes for each of some thousand samples.
 _MAX_LINE_BYTES = 1 << 27
 
-Answer = Callable[[str, Any], Awaitable[Any]]
-"""Answers a question: its name and its value, both of JSON."""
+Handler = Callable[[str, Any], Awaitable[Any]]
+"""Returns the result of a method, from its name and argument: values of JSON."""
 
 
 class LinkLost(Exception):
     """The other end has closed the link: its process has ended."""
 
 
-class Refused(AntiphonError):
-    """Error of a worker, with the status and the reason that it had there."""
+class WorkerError(AntiphonError):
+    """Error of a worker, with its status and its reason there."""
 
     def __init__(self, message: str, status: str, reason: str) -> None:
         super().__init__(message)
@@ -37,7 +39,7 @@ class Refused(AntiphonError):
         self.reason = reason
 
 
-class RefusedField(InvalidArgument):
+class WorkerInvalidArgument(InvalidArgument):
     """A worker's InvalidArgument."""
 
     def __init__(self, message: str, field: str) -> None:
@@ -45,83 +47,116 @@ class RefusedField(InvalidArgument):
         self.field = field
 
 
-class Link:
-    """One end of a link. For one event loop. answer: answers the other end's questions; None expects none."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerSpec:
+    """Settings of a new worker beside the server's, as its supervisor passes them."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, answer: Answer | None) -> None:
+    index: int
+    """Number of this worker, from 0."""
+    num_workers: int
+    """Number of the server's workers."""
+    cores: tuple[int, ...]
+    """Numbers of its cores; empty if it is not bound to any."""
+    opens_early: bool
+    """Opens its port before its models are loaded, so that early clients are told to try again.
+
+    The port of a worker that replaces another opens when it can serve, because other workers can.
+    """
+
+    @property
+    def label(self) -> str:
+        """Index and number of workers, as clients receive them."""
+        return f"{self.index}/{self.num_workers}"
+
+    def to_json(self, config: ServerConfig) -> bytes:
+        """Return this and the settings of the server as JSON."""
+        return json.dumps({"worker": asdict(self), "config": config.model_dump(mode="json")}).encode()
+
+    @classmethod
+    def from_json(cls, text: bytes) -> tuple[Self, ServerConfig]:
+        """Return both from JSON."""
+        message = json.loads(text)
+        worker = message["worker"] | {"cores": tuple(message["worker"]["cores"])}
+        return cls(**worker), ServerConfig(**message["config"])
+
+
+class Link:
+    """One end of a link. For one event loop. handler: handles the other end's calls; None expects none."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, handler: Handler | None) -> None:
         self._reader = reader
         self._writer = writer
-        self._answer = answer
+        self._handler = handler
         self._ids = itertools.count()
-        self._asked: dict[int, asyncio.Future[Any]] = {}
-        self._answering: set[asyncio.Task[None]] = set()
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._replying: set[asyncio.Task[None]] = set()
         self._is_lost = False
 
     @classmethod
-    async def over(cls, end: socket.socket, answer: Answer | None = None) -> Self:
+    async def over(cls, end: socket.socket, handler: Handler | None = None) -> Self:
         """Return the link over one socket of a pair."""
         reader, writer = await asyncio.open_connection(sock=end, limit=_MAX_LINE_BYTES)
-        return cls(reader, writer, answer)
+        return cls(reader, writer, handler)
 
-    async def ask(self, question: str, value: Any = None) -> Any:
-        """Return the other end's answer. Raises LinkLost, or the error that the other end answered with."""
+    async def call(self, method: str, argument: Any = None) -> Any:
+        """Return the result of a method of the other end. Raises LinkLost, or the error of the method."""
         if self._is_lost:
             raise LinkLost
         number = next(self._ids)
-        future = self._asked[number] = asyncio.get_running_loop().create_future()
+        future = self._calls[number] = asyncio.get_running_loop().create_future()
         try:
-            self._send({"id": number, "ask": question, "value": value})
+            self._send({"id": number, "method": method, "argument": argument})
             return await future
         finally:
-            del self._asked[number]
+            del self._calls[number]
 
     async def run(self) -> None:
         """Read until the other end closes the link."""
         try:
             while line := await self._reader.readline():
-                self._take(json.loads(line))
+                self._receive(json.loads(line))
         except ConnectionError:
             pass
         finally:
             self._is_lost = True
             self._writer.close()
-            for future in self._asked.values():
+            for future in self._calls.values():
                 if not future.done():
                     future.set_exception(LinkLost())
 
     def _send(self, message: dict[str, Any]) -> None:
         self._writer.write(json.dumps(message).encode() + b"\n")
 
-    def _take(self, message: dict[str, Any]) -> None:
-        if "ask" in message:
+    def _receive(self, message: dict[str, Any]) -> None:
+        if "method" in message:
             task = asyncio.create_task(self._reply(message))
-            self._answering.add(task)  # the event loop holds only weak references to tasks
-            task.add_done_callback(self._answering.discard)
+            self._replying.add(task)  # the event loop holds only weak references to tasks
+            task.add_done_callback(self._replying.discard)
             return
-        future = self._asked.get(message["id"])
+        future = self._calls.get(message["id"])
         if future is None or future.done():
             return  # nobody waits for this answer any more
         if "error" in message:
             future.set_exception(_error_of(message["error"]))
         else:
-            future.set_result(message["answer"])
+            future.set_result(message["result"])
 
     async def _reply(self, message: dict[str, Any]) -> None:
-        assert self._answer is not None
+        assert self._handler is not None
         reply: dict[str, Any] = {"id": message["id"]}
         try:
-            reply["answer"] = await self._answer(message["ask"], message["value"])
+            reply["result"] = await self._handler(message["method"], message["argument"])
         except AntiphonError as error:
             reply["error"] = {"message": str(error), "status": error.status.name, "reason": error.reason}
             if isinstance(error, InvalidArgument):
                 reply["error"]["field"] = error.field
         except Exception:
-            log.exception("the question %s has no answer", message["ask"])
+            log.exception("the question %s has no answer", message["method"])
             reply["error"] = {"message": "a worker failed", "status": "INTERNAL", "reason": "INTERNAL"}
         self._send(reply)
 
 
 def _error_of(error: dict[str, str]) -> AntiphonError:
     if "field" in error:
-        return RefusedField(error["message"], error["field"])
-    return Refused(error["message"], error["status"], error["reason"])
+        return WorkerInvalidArgument(error["message"], error["field"])
+    return WorkerError(error["message"], error["status"], error["reason"])

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import os
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 
 import uvloop
 from grpc_health.v1.health_pb2 import HealthCheckResponse
@@ -23,22 +23,22 @@ from antiphon.rpc.calls.connections.ports import PortError
 from antiphon.rpc.calls.probes import HealthServicer, Probes
 from antiphon.rpc.security.file_metrics import FileMetrics
 from antiphon.server.access import Access
+from antiphon.server.admin import admin_port
+from antiphon.server.app import observing
 from antiphon.server.lifecycle import Stop, end_now
-from antiphon.server.observation import observing
-from antiphon.server.parts import SERVICES, build_waits
-from antiphon.server.ready_line import Ports, ready_line
+from antiphon.server.machine import proportional_bytes
+from antiphon.server.ports import BoundPorts, ReadyModel, metrics_port, probe_port, ready_line
+from antiphon.server.service_port import SERVICES, build_waits
 from antiphon.server.settings import ServerConfig
-from antiphon.server.side_ports import admin_port, metrics_port, probe_port
 from antiphon.server.workers.admin import WorkersAdmin
 from antiphon.server.workers.division import Division
 from antiphon.server.workers.merged_metrics import MergedCollector, Totals, exposition_of
-from antiphon.server.workers.resident import proportional_bytes, set_resident
-from antiphon.server.workers.supervisor import Supervisor, WorkerFailed
-from antiphon.server.workers.worker_process import LoadedModel, WorkerProcess
+from antiphon.server.workers.supervisor import Supervisor, WorkerFailed, WorkerProcess
 
 # Time for the metrics of one worker, whose event loop may be busy. A scrape has ten seconds.
 _METRICS_TIMEOUT_S = 5.0
 _SUPERVISOR = "supervisor"
+RESIDENT_FAMILY = "process_resident_memory_bytes"
 
 
 def run_workers(config: ServerConfig, divisions: Sequence[Division], handler: BackgroundHandler) -> int:
@@ -70,12 +70,12 @@ def _reserved(host: str, port: int) -> Iterator[int]:
             family, kind, protocol, _, address = socket.getaddrinfo(
                 host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
             )[0]
-            held = stack.enter_context(socket.socket(family, kind, protocol))
-            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            held.bind(address)
+            reserved = stack.enter_context(socket.socket(family, kind, protocol))
+            reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            reserved.bind(address)
         except OSError as error:
             raise PortError(f"port {port} on {host} cannot be used: {error.strerror or error}") from None
-        yield held.getsockname()[1]
+        yield reserved.getsockname()[1]
 
 
 class _Server:
@@ -119,7 +119,7 @@ class _Server:
             end_now(code)
 
     async def _serve_until_asked(
-        self, stop: Stop, telemetry: Telemetry, models: list[LoadedModel], metrics: int, probe: int | None
+        self, stop: Stop, telemetry: Telemetry, models: list[ReadyModel], metrics: int, probe: int | None
     ) -> int:
         """Report readiness, and keep all workers until asked to stop. Return their exit code once they have drained.
 
@@ -134,13 +134,13 @@ class _Server:
             admin_port(self._config, self._access, self._admin, telemetry, waits) as admin,
             running_in_background(self._supervisor.keep(self._catch_up)),
         ):
-            ports = Ports(port=self._config.port, metrics=metrics, admin=admin, probe=probe)
+            ports = BoundPorts(port=self._config.port, metrics=metrics, admin=admin, probe=probe)
             print(ready_line(self._config, models, ports), flush=True)
             await stop.wait()
             await self._probes.leave()
             return await self._supervisor.stop()
 
-    async def _started(self, stop: Stop) -> list[LoadedModel] | None:
+    async def _started(self, stop: Stop) -> list[ReadyModel] | None:
         try:
             return await stop.unless_asked(self._supervisor.start())
         except WorkerFailed:
@@ -176,7 +176,15 @@ class _Server:
         """Return the metrics of all workers that serve, and of this process."""
         workers = self._supervisor.serving
         texts = await asyncio.gather(*(worker.metrics(_METRICS_TIMEOUT_S) for worker in workers))
-        expositions = {str(worker.role.index): text for worker, text in zip(workers, texts, strict=True)}
+        expositions = {str(worker.spec.index): text for worker, text in zip(workers, texts, strict=True)}
         metrics = self._totals.merged(expositions | {_SUPERVISOR: exposition_of(self._registry)})
         set_resident(metrics, proportional_bytes([os.getpid(), *(worker.pid for worker in workers)]))
         return metrics
+
+
+def set_resident(metrics: Iterable[Metric], num_bytes: int) -> None:
+    """Replace the sum of the resident memory of all processes, which counts pages that they share once each."""
+    for family in metrics:
+        if family.name == RESIDENT_FAMILY:
+            family.samples = []
+            family.add_sample(RESIDENT_FAMILY, {}, num_bytes)

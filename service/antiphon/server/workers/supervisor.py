@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Self
 
 from prometheus_client import CollectorRegistry
 
 from antiphon.domain.errors import AntiphonError
 from antiphon.observability.metrics import WorkerMetrics
+from antiphon.server.ports import ReadyModel
 from antiphon.server.settings import ServerConfig
 from antiphon.server.workers.division import Division
-from antiphon.server.workers.link import LinkLost
-from antiphon.server.workers.role import Role
-from antiphon.server.workers.worker_process import LoadedModel, WorkerProcess
+from antiphon.server.workers.link import Link, LinkLost, WorkerSpec
+from antiphon.v1 import inference_pb2 as pb
 
 log = logging.getLogger(__name__)
 
@@ -26,11 +33,7 @@ _BACKOFF_S = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0)
 _STABLE_S = 60.0
 # Beyond the time that a worker takes to drain.
 _END_GRACE_S = 15.0
-
-
-Serve = Callable[[], Awaitable[None]]
-CatchUp = Callable[[WorkerProcess, Serve], Awaitable[None]]
-"""Brings a new worker to the state of the others, and then makes it serve."""
+_MODULE = "antiphon.server.workers.worker"
 
 
 class WorkerFailed(Exception):
@@ -39,6 +42,83 @@ class WorkerFailed(Exception):
     def __init__(self, code: int) -> None:
         super().__init__(f"a worker ended with {code} before it could serve")
         self.code = code
+
+
+class WorkerProcess:
+    """One worker, from its start to its end. For the event loop.
+
+    last_metrics: its last exposition, which remains when it dies.
+    """
+
+    def __init__(self, spec: WorkerSpec, process: subprocess.Popen[bytes], link: Link) -> None:
+        self.spec = spec
+        self.last_metrics = ""
+        self._process = process
+        self._link = link
+        self._reading = asyncio.create_task(link.run())
+        self._exit = asyncio.create_task(_exit_code(process))
+
+    @classmethod
+    async def start(cls, spec: WorkerSpec, config: ServerConfig) -> Self:
+        """Start the process. Raises OSError."""
+        process, end = _spawn(spec.to_json(config))
+        return cls(spec, process, await Link.over(end))
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    async def loaded(self) -> list[ReadyModel]:
+        """Return the configured models once they are loaded. Raises LinkLost if it cannot load them."""
+        return [
+            ReadyModel(
+                name=model["name"],
+                precision=model["precision"],
+                description=pb.Model.FromString(base64.b64decode(model["description"])),
+            )
+            for model in await self._link.call("loaded")
+        ]
+
+    async def serve(self) -> None:
+        """Let it accept requests. Raises LinkLost."""
+        await self._link.call("serve")
+
+    async def is_live(self) -> bool:
+        """Return whether none of its engines hangs. Raises LinkLost."""
+        return bool(await self._link.call("is_live"))
+
+    async def metrics(self, timeout_s: float) -> str:
+        """Return its metrics in the OpenMetrics format, or those of its last answer if it gives none in time."""
+        with contextlib.suppress(TimeoutError, LinkLost):
+            self.last_metrics = await asyncio.wait_for(self._link.call("metrics"), timeout_s)
+        return self.last_metrics
+
+    async def administer(self, method: str, message: bytes) -> bytes:
+        """Call a method of its admin service. Raises AntiphonError or LinkLost."""
+        return base64.b64decode(await self._link.call(method, base64.b64encode(message).decode()))
+
+    def stop(self) -> None:
+        """Let it finish its requests and end."""
+        self._send(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End it at once."""
+        self._send(signal.SIGKILL)
+
+    async def ended(self) -> int:
+        """Wait for its end. Return its exit code, or minus the number of the signal that ended it."""
+        code = await asyncio.shield(self._exit)
+        await self._reading
+        return code
+
+    def _send(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)
+
+
+Serve = Callable[[], Awaitable[None]]
+CatchUp = Callable[[WorkerProcess, Serve], Awaitable[None]]
+"""Brings a new worker to the state of the others, and then makes it serve."""
 
 
 class Supervisor:
@@ -71,7 +151,7 @@ class Supervisor:
         """Workers that accept requests, by index."""
         return [self._serving[index] for index in sorted(self._serving)]
 
-    async def start(self) -> list[LoadedModel]:
+    async def start(self) -> list[ReadyModel]:
         """Start all workers and let them serve together. Return their models. Raises WorkerFailed.
 
         The first one starts alone: what is wrong with a bundle is said once, and what it measures is not disturbed.
@@ -100,7 +180,7 @@ class Supervisor:
             codes = await asyncio.wait_for(asyncio.shield(ending), limit_s)
         except TimeoutError:
             for worker in workers:
-                log.error("worker %d does not end; it is killed", worker.role.index)
+                log.error("worker %d does not end; it is killed", worker.spec.index)
                 worker.kill()
             codes = await ending
         return max((code if code >= 0 else 1 for code in codes), default=0)
@@ -146,13 +226,13 @@ class Supervisor:
         await self._forget(worker)
         if not self._stopping.is_set():
             what = f"signal {-code}" if code < 0 else f"exit code {code}"
-            log.error("worker %d has ended with %s; another takes its place", worker.role.index, what)
+            log.error("worker %d has ended with %s; another takes its place", worker.spec.index, what)
 
     async def _forget(self, worker: WorkerProcess) -> None:
         await worker.ended()
         self._all.discard(worker)
-        if self._serving.get(worker.role.index) is worker:
-            del self._serving[worker.role.index]
+        if self._serving.get(worker.spec.index) is worker:
+            del self._serving[worker.spec.index]
             self._on_ended(worker.last_metrics)
             await self._on_change()
 
@@ -163,7 +243,7 @@ class Supervisor:
                 if not await self._is_live(worker):
                     break
                 await asyncio.sleep(_LIVENESS_INTERVAL_S)
-            log.critical("worker %d hangs; it is killed", worker.role.index)
+            log.critical("worker %d hangs; it is killed", worker.spec.index)
             worker.kill()
 
     async def _is_live(self, worker: WorkerProcess) -> bool:
@@ -174,15 +254,15 @@ class Supervisor:
 
     async def _start(self, index: int, *, opens_early: bool) -> WorkerProcess:
         division = self._divisions[index]
-        role = Role(index=index, num_workers=len(self._divisions), cores=division.cores, opens_early=opens_early)
+        spec = WorkerSpec(index=index, num_workers=len(self._divisions), cores=division.cores, opens_early=opens_early)
         config = self._config.model_copy(update={"threads": division.threads})
-        worker = await WorkerProcess.start(role, config)
+        worker = await WorkerProcess.start(spec, config)
         self._all.add(worker)
         if self._stopping.is_set():
             worker.stop()
         return worker
 
-    async def _loaded(self, worker: WorkerProcess) -> list[LoadedModel]:
+    async def _loaded(self, worker: WorkerProcess) -> list[ReadyModel]:
         try:
             return await worker.loaded()
         except LinkLost:
@@ -193,9 +273,41 @@ class Supervisor:
             await worker.serve()
         except LinkLost:
             raise WorkerFailed(await worker.ended()) from None
-        self._serving[worker.role.index] = worker
+        self._serving[worker.spec.index] = worker
         await self._on_change()
 
     @staticmethod
     def _now_s() -> float:
         return asyncio.get_running_loop().time()
+
+
+def _spawn(spec: bytes) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """Start a process with its specification. Return it and this end of the link. Raises OSError.
+
+    Not by the event loop, whose fork would make gRPC write a line about it: subprocess uses vfork.
+    """
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = subprocess.Popen(
+            (sys.executable, "-m", _MODULE, str(theirs.fileno())),
+            stdin=subprocess.PIPE,
+            pass_fds=(theirs.fileno(),),
+            start_new_session=True,  # an interrupt from the terminal is for the supervisor, which tells all workers
+        )
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError), process.stdin:  # it may have ended already
+        process.stdin.write(spec)
+    return process, ours
+
+
+async def _exit_code(process: subprocess.Popen[bytes]) -> int:
+    """Wait for the end of a process without a thread."""
+    loop, has_ended = asyncio.get_running_loop(), asyncio.Event()
+    descriptor = os.pidfd_open(process.pid)
+    loop.add_reader(descriptor, has_ended.set)
+    try:
+        await has_ended.wait()
+    finally:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
+    return process.wait()

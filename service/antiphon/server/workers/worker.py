@@ -1,6 +1,6 @@
 """Worker process: an event loop and engines of its own, behind a port that other workers share.
 
-    python -m antiphon.server.workers.worker FD < role.json
+    python -m antiphon.server.workers.worker FD < worker.json
 
 FD: number of its end of the link with the supervisor.
 """
@@ -13,11 +13,12 @@ import contextlib
 import os
 import socket
 import sys
-from collections.abc import Callable
-from typing import Any, NoReturn, cast
+from collections.abc import Awaitable, Callable
+from typing import Any, NoReturn
 
 import grpc.aio
 import uvloop
+from google.protobuf.message import Message
 from prometheus_client import CollectorRegistry
 
 from antiphon.domain.errors import OverBudget
@@ -25,59 +26,61 @@ from antiphon.engine.interpreter import interpreter_for_steps
 from antiphon.observability.logging import configure_logging
 from antiphon.observability.telemetry import Telemetry
 from antiphon.rpc.calls.connections.ports import PortError
-from antiphon.rpc.calls.rpc import Context
 from antiphon.rpc.security.file_metrics import FileMetrics
 from antiphon.rpc.security.reload import FileProblem
 from antiphon.rpc.v1.models import Served
 from antiphon.server.access import Access
 from antiphon.server.admin import AdminServicer
+from antiphon.server.app import App, observing, shared_resources, within_files
 from antiphon.server.lifecycle import EXIT_ENGINE_FAULT, EXIT_USER_ERROR, Stop, end_now
-from antiphon.server.listener import listening_to_the_end
-from antiphon.server.models.loading import Shared, StartupError
-from antiphon.server.observation import observing
-from antiphon.server.parts import Parts, shared_parts, within_files
+from antiphon.server.models.loading import SharedResources, StartupError
+from antiphon.server.ports import listening_to_the_end
 from antiphon.server.settings import ServerConfig
-from antiphon.server.workers.link import Link
+from antiphon.server.workers.link import Link, WorkerSpec
 from antiphon.server.workers.merged_metrics import exposition_of
-from antiphon.server.workers.role import Role
-from antiphon.v1 import admin_pb2
+from antiphon.v1 import admin_pb2 as pb
 
 
 def main() -> NoReturn:
     """Serve until the supervisor says to stop, or has ended."""
-    role, config = Role.of_json(sys.stdin.buffer.read())
+    spec, config = WorkerSpec.from_json(sys.stdin.buffer.read())
     end = socket.socket(fileno=int(sys.argv[1]))
-    if role.cores:
-        os.sched_setaffinity(0, role.cores)
-    handler = configure_logging(config.log_level, config.log_format, worker=role.index)
+    if spec.cores:
+        os.sched_setaffinity(0, spec.cores)
+    handler = configure_logging(config.log_level, config.log_format, worker=spec.index)
     try:
         config = within_files(config)
         registry = CollectorRegistry()
-        shared = shared_parts(config, registry, num_workers=role.num_workers)
-        handler.report_drops(shared.families.log_lines_dropped.inc)
-        access = Access(config, FileMetrics(shared.families))
+        resources = shared_resources(config, registry, num_workers=spec.num_workers)
+        handler.report_drops(resources.families.log_lines_dropped.inc)
+        access = Access(config, FileMetrics(resources.families))
         with interpreter_for_steps():
-            uvloop.run(_serve(role, config, access, shared, registry, end))
+            uvloop.run(_serve(spec, config, access, resources, registry, end))
     except (StartupError, OverBudget, PortError, FileProblem) as error:
         print(f"antiphon serve: {error}", file=sys.stderr)
     end_now(EXIT_USER_ERROR)
 
 
 async def _serve(
-    role: Role, config: ServerConfig, access: Access, shared: Shared, registry: CollectorRegistry, end: socket.socket
+    spec: WorkerSpec,
+    config: ServerConfig,
+    access: Access,
+    resources: SharedResources,
+    registry: CollectorRegistry,
+    end: socket.socket,
 ) -> NoReturn:
     """Serve, then end the process."""
-    async with observing(config, shared.families) as telemetry:
+    async with observing(config, resources.families) as telemetry:
         # Keeps a reference, because a server without one stops.
-        code, _server = await _serve_calls(role, config, access, shared, telemetry, registry, end)
+        code, _server = await _serve_calls(spec, config, access, resources, telemetry, registry, end)
     end_now(code)
 
 
 async def _serve_calls(
-    role: Role,
+    spec: WorkerSpec,
     config: ServerConfig,
     access: Access,
-    shared: Shared,
+    resources: SharedResources,
     telemetry: Telemetry,
     registry: CollectorRegistry,
     end: socket.socket,
@@ -85,29 +88,29 @@ async def _serve_calls(
     """Serve. Return the exit code and the server, whose port is still open."""
     stop = Stop()
     stop.on_signals()
-    parts = await Parts.assemble(config, access, shared, telemetry, place=role.place)
-    desk = _Desk(parts, config, lambda: exposition_of(registry))
-    link = asyncio.create_task(_until_lost(await Link.over(end, desk.answer)))
+    app = await App.build(config, access, resources, telemetry, worker_label=spec.label)
+    service = _WorkerService(app, config, lambda: exposition_of(registry))
+    link = asyncio.create_task(_until_lost(await Link.over(end, service.handle)))
     async with contextlib.AsyncExitStack() as ports:
 
         async def open_port() -> None:
             certificates = access.port_certificates(is_shared=True)
-            port = listening_to_the_end(parts.server, config.host, config.port, certificates)
+            port = listening_to_the_end(app.server, config.host, config.port, certificates)
             await ports.enter_async_context(port)
 
-        if role.opens_early:
+        if spec.opens_early:
             await open_port()
-        served = await parts.load(stop)
-        if served is None or not await desk.may_serve(served, stop):
-            return 0, parts.server
-        if not role.opens_early:
+        models = await app.load(stop)
+        if models is None or not await service.may_serve(models, stop):
+            return 0, app.server
+        if not spec.opens_early:
             await open_port()
-        await parts.probes.ready()
-        async with parts.monitored():
-            desk.is_serving.set()
-            code = await parts.until_stopped(stop)
+        await app.probes.ready()
+        async with app.watching():
+            service.is_serving.set()
+            code = await app.until_stopped(stop)
             link.cancel()
-            return code, parts.server
+            return code, app.server
 
 
 async def _until_lost(link: Link) -> NoReturn:
@@ -116,29 +119,34 @@ async def _until_lost(link: Link) -> NoReturn:
     end_now(EXIT_ENGINE_FAULT)
 
 
-class _Desk:
-    """Answers the supervisor's questions.
+class _WorkerService:
+    """Methods that the supervisor calls.
 
     exposition: returns all metrics as text. is_serving: set once the worker accepts requests.
     """
 
-    def __init__(self, parts: Parts, config: ServerConfig, exposition: Callable[[], str]) -> None:
-        self._parts = parts
+    def __init__(self, app: App, config: ServerConfig, exposition: Callable[[], str]) -> None:
+        self._app = app
         self._exposition = exposition
-        self._admin = AdminServicer(parts.control, parts.shared.budget, config)
+        admin = AdminServicer(app.control, app.resources.budget, config)
+        self._admin_methods: dict[str, tuple[Callable[[Any], Awaitable[Message]], type[Message]]] = {
+            "load_model": (admin.load_model, pb.LoadModelRequest),
+            "unload_model": (admin.unload_model, pb.UnloadModelRequest),
+            "get_memory": (admin.get_memory, pb.GetMemoryRequest),
+            "get_cache": (admin.get_cache, pb.GetCacheRequest),
+        }
         self._loaded: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
         self._go = asyncio.Event()
         self.is_serving = asyncio.Event()
 
-    async def may_serve(self, served: list[Served], stop: Stop) -> bool:
+    async def may_serve(self, models: list[Served], stop: Stop) -> bool:
         """Report the loaded models. Return True when the supervisor lets them be served, False if it stops first."""
-        self._loaded.set_result([_described(one) for one in served])
+        self._loaded.set_result([_described(served) for served in models])
         return bool(await stop.unless_asked(self._go.wait()))
 
-    async def answer(self, question: str, value: Any) -> Any:
-        """Answer a question of the supervisor."""
-        context = cast("Context", None)  # which these methods do not use
-        match question:
+    async def handle(self, method: str, argument: Any) -> Any:
+        """Return the result of a method."""
+        match method:
             case "loaded":
                 return await self._loaded
             case "serve":
@@ -146,22 +154,11 @@ class _Desk:
                 await self.is_serving.wait()
                 return None
             case "is_live":
-                return self._parts.probes.is_live
+                return self._app.probes.is_live
             case "metrics":
                 return await asyncio.to_thread(self._exposition)
-            case "load_model":
-                load = admin_pb2.LoadModelRequest.FromString(base64.b64decode(value))
-                return _text((await self._admin.load_model(load, context)).SerializeToString())
-            case "unload_model":
-                unload = admin_pb2.UnloadModelRequest.FromString(base64.b64decode(value))
-                return _text((await self._admin.unload_model(unload, context)).SerializeToString())
-            case "get_memory":
-                memory = await self._admin.get_memory(admin_pb2.GetMemoryRequest(), context)
-                return _text(memory.SerializeToString())
-            case "get_cache":
-                asked = admin_pb2.GetCacheRequest.FromString(base64.b64decode(value))
-                return _text((await self._admin.get_cache(asked, context)).SerializeToString())
-        raise ValueError(question)
+        call, request = self._admin_methods[method]
+        return _text((await call(request.FromString(base64.b64decode(argument)))).SerializeToString())
 
 
 def _described(served: Served) -> dict[str, str]:

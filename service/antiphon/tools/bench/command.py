@@ -14,7 +14,8 @@ from antiphon.bundle.graph import GraphError
 from antiphon.bundle.manifest import BundleError, load_bundle
 from antiphon.ops.kernel_runs import KernelError
 from antiphon.ops.workspace import WorkspaceError
-from antiphon.server.settings import SHIPPED_BUNDLE, usable_cores
+from antiphon.server.machine import usable_cores
+from antiphon.server.settings import SHIPPED_BUNDLE
 from antiphon.text.tokenizer import TokenizerError
 from antiphon.tools.bench.node_profile import profile_nodes
 from antiphon.tools.bench.report import BenchError, BenchFailure, Finding, machine, table, to_json

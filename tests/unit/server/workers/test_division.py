@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from antiphon.server.settings import ConfigError, ServerConfig, usable_cores
+from antiphon.server.machine import usable_cores
+from antiphon.server.settings import ConfigError, ServerConfig
 from antiphon.server.workers import division
 from antiphon.server.workers.division import BYTES_PER_CORE, divide, neighbours_first, suggested_workers
 

@@ -20,10 +20,9 @@ from antiphon.client import Source
 from antiphon.observability.logging import configure_logging
 from antiphon.rpc.security.file_metrics import FileMetrics
 from antiphon.server.access import Access
+from antiphon.server.app import App, observing, shared_resources
 from antiphon.server.lifecycle import Stop
-from antiphon.server.listener import address_of, listening
-from antiphon.server.observation import observing
-from antiphon.server.parts import Parts, shared_parts
+from antiphon.server.ports import address_of, listening
 from antiphon.server.settings import ServerConfig
 from antiphon.tools.bench.processes.server import EchoServer, run_client
 from antiphon.tools.bench.report import Case, Finding
@@ -54,20 +53,20 @@ def stages(setup: Setup) -> list[Finding]:
 async def _measured(subject: Subject, setup: Setup, asked: Sequence[Source]) -> list[tuple[Way, dict[str, float]]]:
     """Serve in this event loop. Return the CPU seconds of each stage, and of all of them, for each way."""
     config = ServerConfig(bundle=subject.bundle.path, port=0, max_num_seqs=STREAMS, threads=setup.threads)
-    shared = shared_parts(config, CollectorRegistry())
+    shared = shared_resources(config, CollectorRegistry())
     access = Access(config, FileMetrics(shared.families))
     async with observing(config, shared.families) as telemetry:
-        parts = await Parts.assemble(config, access, shared, telemetry)
-        async with listening(parts.server, config.host, config.port, None) as port:
-            await parts.load(Stop())
-            await parts.probes.ready()
+        app = await App.build(config, access, shared, telemetry)
+        async with listening(app.server, config.host, config.port, None) as port:
+            await app.load(Stop())
+            await app.probes.ready()
             target = address_of(config.host, port)
             ask = partial(run_client, target, asked, max_new_tokens=subject.max_new_tokens)
             found = []
             for way in WAYS:
                 await asyncio.to_thread(ask, kind=way.kind, concurrency=way.concurrency)
                 found.append((way, await _of_way(partial(ask, kind=way.kind, concurrency=way.concurrency))))
-            await parts.control.drain(0.0)
+            await app.control.drain(0.0)
     return found
 
 

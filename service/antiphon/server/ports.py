@@ -1,15 +1,24 @@
-"""Listening ports of a gRPC server: connection limits, address and credentials."""
+"""Ports of a server: their options, limits on connections, addresses and credentials; the line that names them."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass
 
 import grpc.aio
+from grpc_health.v1 import health_pb2_grpc
+from prometheus_client import CollectorRegistry
 
-from antiphon.rpc.calls.connections.ports import PortError
+from antiphon.client import DEFAULT_TARGET
+from antiphon.rpc.calls.connections.ports import PortError, check_port, serve_metrics
+from antiphon.rpc.calls.probes import HealthServicer
 from antiphon.rpc.security.access_settings import AccessSettings
 from antiphon.rpc.security.port_certificates import HANDSHAKE_TIMEOUT_S, PortCertificates
+from antiphon.rpc.v1.models import Served
+from antiphon.server.access import Access
+from antiphon.server.settings import ServerConfig
+from antiphon.v1 import inference_pb2 as pb
 
 # Time for the last bytes of calls that have ended, and for clients that watch the health.
 _CLOSE_GRACE_S = 0.5
@@ -42,10 +51,18 @@ OTHER_PORT_CONNECTIONS = 64
 
 def probe_options() -> list[Option]:
     """Return the options of the probe port, which is open to all: a few concurrent probes with a service's name."""
+    return [*_side_options(max_message_bytes=1024), ("grpc.max_concurrent_streams", 16)]
+
+
+def admin_options() -> list[Option]:
+    """Return the options of the admin port. Its largest messages are a name, a path and a few numbers."""
+    return _side_options(max_message_bytes=65_536)
+
+
+def _side_options(*, max_message_bytes: int) -> list[Option]:
     return [
         ("grpc.so_reuseport", 0),
-        ("grpc.max_receive_message_length", 1024),
-        ("grpc.max_concurrent_streams", 16),
+        ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_allowed_incoming_connections", OTHER_PORT_CONNECTIONS),
         HANDSHAKE_OPTION,
         *CLIENT_PING_OPTIONS,
@@ -147,9 +164,98 @@ async def listening_to_the_end(
         raise
 
 
+def check_ports(config: ServerConfig) -> None:
+    """Raise PortError if a port cannot be opened; not for /metrics, whose server says so itself."""
+    for name in ("", "admin_", "probe_"):
+        port = getattr(config, f"{name}port")
+        if port is not None:
+            check_port(getattr(config, f"{name}host"), port)
+
+
+@contextlib.contextmanager
+def metrics_port(config: ServerConfig, access: Access, registry: CollectorRegistry) -> Iterator[int]:
+    """Serve a registry on the metrics port; yield the port. Raises PortError."""
+    server = serve_metrics(config.metrics_host, config.metrics_port, registry, access.metrics_context)
+    try:
+        yield server.server_port
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@contextlib.asynccontextmanager
+async def probe_port(config: ServerConfig, health_servicer: HealthServicer) -> AsyncIterator[int | None]:
+    """Serve only health, in plaintext, if a probe port is configured; yield the port or None."""
+    if config.probe_port is None:
+        yield None
+        return
+    server = grpc.aio.server(options=probe_options())
+    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
+    async with listening(server, config.probe_host, config.probe_port, None) as port:
+        yield port
+
+
 def address_of(host: str, port: int) -> str:
     """Return host and port in the form of a gRPC target."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReadyModel:
+    """Model that is served by another process: its name, the precision of its graphs, and what clients receive."""
+
+    name: str
+    precision: str
+    description: pb.Model
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BoundPorts:
+    """Ports that a server listens on; None for a port that is not configured."""
+
+    port: int
+    metrics: int
+    admin: int | None
+    probe: int | None
+
+
+def ready_line(config: ServerConfig, models: Sequence[ReadyModel | Served], ports: BoundPorts) -> str:
+    """Return the line. models: every model, the default first."""
+    address = address_of(config.host, ports.port)
+    scheme = "https" if config.metrics_tls else "http"
+    admin = "" if ports.admin is None else f", admin on {address_of(config.admin_host, ports.admin)}"
+    probe = "" if ports.probe is None else f", probes on {address_of(config.probe_host, ports.probe)}"
+    return (
+        f"antiphon: ready: {', '.join(f'{model.name} ({model.precision})' for model in models)} on {address}, "
+        f"metrics on {scheme}://{address_of(config.metrics_host, ports.metrics)}/metrics{admin}{probe}; "
+        f"next: antiphon {first_command(models[0].description, _client_flags(config, address))}"
+    )
+
+
+def _client_flags(config: ServerConfig, address: str) -> str:
+    """Return the flags that a client needs for access, with placeholders for files."""
+    flags = {
+        f"--target {address} ": address != DEFAULT_TARGET,
+        "--tls-ca CA ": config.tls_cert is not None,
+        "--tls-cert CERT --tls-key KEY ": config.tls_client_ca is not None,
+        "--token-file TOKEN ": config.auth_tokens_file is not None,
+    }
+    return "".join(flag for flag, is_needed in flags.items() if is_needed)
+
+
+def first_command(model: pb.Model, target: str) -> str:
+    """Return a first command for the user to try, which the default model supports."""
+    text = "How are you?"
+    if model.architecture != pb.ARCHITECTURE_ENCODER:
+        return f'generate {target}"{text}"'
+    tasks = {description.task for description in model.tasks}
+    if pb.TASK_CLASSIFY in tasks:
+        return f'classify {target}"{text}"'
+    if pb.TASK_TAG in tasks:
+        return f'tag {target}"{text}"'
+    if pb.TASK_FILL_MASK in tasks and model.mask_token:
+        return f'fill-mask {target}"How are {model.mask_token}?"'
+    return f"models list {target}".rstrip()
 
 
 def _in_ms(seconds: float | None) -> float | None:

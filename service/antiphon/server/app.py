@@ -1,0 +1,195 @@
+"""Application of a server process: what its models share, the service that answers calls, and telemetry.
+
+Opens no port: a server of one process and each worker open their own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+import grpc.aio
+from prometheus_client import CollectorRegistry
+
+from antiphon.observability.access_log import AccessLog
+from antiphon.observability.metrics import MetricFamilies, add_process_metrics
+from antiphon.observability.telemetry import Telemetry
+from antiphon.observability.trace_context import Sampler
+from antiphon.ops.cuda.driver import CudaDevice
+from antiphon.rpc.calls.background import in_background
+from antiphon.rpc.calls.connections.resets import Resets
+from antiphon.rpc.calls.probes import HealthServicer, Probes
+from antiphon.rpc.v1.answers.pacing import Pacing
+from antiphon.rpc.v1.handlers import Calls
+from antiphon.rpc.v1.models import Models, Served
+from antiphon.rpc.v1.requests.long_texts import LongTexts
+from antiphon.runtime.cuda.open_device import DeviceError, open_device
+from antiphon.server.access import Access
+from antiphon.server.lifecycle import Grace, Stop, until_stopped
+from antiphon.server.machine import allow_files, memory_bytes
+from antiphon.server.models.control import Control
+from antiphon.server.models.loading import SharedResources, StartupError, load
+from antiphon.server.models.memory import MemoryBudget
+from antiphon.server.ports import OTHER_PORT_CONNECTIONS
+from antiphon.server.service_port import SERVICES, build_server, build_waits, call_limits
+from antiphon.server.settings import ConfigError, ServerConfig
+from antiphon.server.watch import watching
+
+if TYPE_CHECKING:
+    from antiphon.observability.tracing import Spans
+
+# Time for a slow reader of the log, or a slow collector, at shutdown.
+_FLUSH_S = 3.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class App:
+    """Application of one process: health, models and calls."""
+
+    config: ServerConfig
+    resources: SharedResources
+    health: HealthServicer
+    probes: Probes
+    control: Control
+    calls: Calls
+    server: grpc.aio.Server
+    """Server of the service port, not yet bound to it."""
+
+    @classmethod
+    async def build(
+        cls,
+        config: ServerConfig,
+        access: Access,
+        resources: SharedResources,
+        telemetry: Telemetry,
+        *,
+        worker_label: str | None = None,
+    ) -> Self:
+        """Build the application. The health service reports a process that is alive and not ready.
+
+        worker_label: index of this process and number of processes that share the port, such as 0/2; None for a single
+        process.
+        """
+        servicer = HealthServicer()
+        probes = Probes(servicer, SERVICES)
+        await probes.start()
+        control = Control(Models(), resources, probes.announce)
+        resets = Resets(resources.families.connections_closed.inc)
+        calls = Calls(control.models, telemetry, resources.pacing, call_limits(config), resets, worker_label)
+        interceptors = access.interceptors(telemetry, resources.pacing.waits)
+        server = build_server(
+            config, calls, servicer, resources.pacing, interceptors, shares_port=worker_label is not None
+        )
+        return cls(
+            config=config,
+            resources=resources,
+            health=servicer,
+            probes=probes,
+            control=control,
+            calls=calls,
+            server=server,
+        )
+
+    async def load(self, stop: Stop) -> list[Served] | None:
+        """Load and serve every configured model. Returns None as soon as the process is asked to stop.
+
+        Raises StartupError or OverBudget.
+        """
+        config, resources = self.config, self.resources
+        loading = in_background(lambda: [load(plan, resources) for plan in config.plans], "load")
+        models = await stop.unless_asked(loading)
+        for served in models or ():
+            await self.control.publish(served)
+        return models
+
+    def watching(self) -> contextlib.AbstractAsyncContextManager[None]:
+        """Watch for hung engines, delays of the event loop and too many connections, and return free memory."""
+        return watching(
+            self.control.models,
+            self.probes,
+            self.resources.families,
+            timeout_s=self.config.watchdog_timeout_s,
+            max_connections=self.config.max_connections,
+        )
+
+    async def until_stopped(self, stop: Stop) -> int:
+        """Serve until asked to stop or an engine is lost, then drain with open ports. Return the exit code."""
+        grace = Grace(delay_s=self.config.drain_delay_s, drain_s=self.config.drain_grace_s)
+        return await until_stopped(stop, grace, self.control, self.calls, self.probes)
+
+
+def within_files(config: ServerConfig) -> ServerConfig:
+    """Raise the limit of open files, and limit the gRPC port's connections to the number that fits.
+
+    Without free descriptors nothing works, including /metrics and the files of certificates and tokens.
+    """
+    num_requests = sum(plan.limits.max_accepted_requests for plan in config.plans)
+    num_ports = (config.admin_port is not None) + (config.probe_port is not None)
+    room = allow_files(max(num_requests, config.max_connections or 0), num_ports * OTHER_PORT_CONNECTIONS)
+    limits = [limit for limit in (config.max_connections, room) if limit is not None]
+    return config.model_copy(update={"max_connections": min(limits, default=None)})
+
+
+def shared_resources(config: ServerConfig, registry: CollectorRegistry, *, num_workers: int = 1) -> SharedResources:
+    """Return what the models of this process share, with metrics in a registry.
+
+    num_workers: processes like this one, which all need their own caches and workspaces. Raises StartupError.
+    """
+    families = MetricFamilies(registry)
+    add_process_metrics(registry)
+    if config.memory_limit_bytes is not None:
+        families.set_budget(config.memory_limit_bytes)
+    if (machine_bytes := memory_bytes()) is not None:
+        families.set_machine(machine_bytes)
+    waits = build_waits(config, families)
+    return SharedResources(
+        families=families,
+        pacing=Pacing(config.max_stream_messages_per_s / num_workers, waits),
+        # One caller may have half of it, which is enough for all texts of one message.
+        long_texts=LongTexts(2 * max(config.max_message_bytes, config.max_text_bytes)),
+        budget=MemoryBudget(config.memory_limit_bytes),
+        machine_bytes=machine_bytes,
+        num_workers=num_workers,
+        device=_device(config),
+        needs_device=config.device == "cuda",
+    )
+
+
+def _device(config: ServerConfig) -> CudaDevice | None:
+    """Open the GPU that the settings choose. Raises StartupError if there must be one and it cannot be used."""
+    try:
+        return open_device(config.device)
+    except DeviceError as error:
+        raise StartupError(f"device is cuda: {error}") from error
+
+
+def check_tracing(config: ServerConfig) -> None:
+    """Raise ConfigError if spans are configured and the packages that send them are not installed."""
+    if config.otlp_endpoint is None:
+        return
+    try:
+        import antiphon.observability.tracing  # noqa: F401 - checks that it and its imports are installed
+    except ImportError as error:
+        missing = f"otlp_endpoint is {config.otlp_endpoint!r}, and {error.name} is not installed"
+        raise ConfigError(f"{missing}: pip install 'antiphon[trace]'") from None
+
+
+@contextlib.asynccontextmanager
+async def observing(config: ServerConfig, families: MetricFamilies) -> AsyncIterator[Telemetry]:
+    """Yield the telemetry of a server. On exit, write and send what is pending, within seconds."""
+    sinks: list[AccessLog | Spans] = []
+    sampler = None
+    if config.access_log != "none":
+        sinks.append(AccessLog(families, is_for_all=config.access_log == "all"))
+    if config.otlp_endpoint is not None:
+        from antiphon.observability.tracing import open_spans
+
+        sinks.append(open_spans(config.otlp_endpoint, families))
+        sampler = Sampler(config.trace_sample_ratio)
+    try:
+        yield Telemetry(families, *sinks, sampler=sampler)
+    finally:
+        await asyncio.gather(*(asyncio.to_thread(sink.close, _FLUSH_S) for sink in sinks))
