@@ -185,6 +185,7 @@ async def observing(config: ServerConfig, families: MetricFamilies) -> AsyncIter
     if config.access_log != "none":
         sinks.append(AccessLog(families, is_for_all=config.access_log == "all"))
     if config.otlp_endpoint is not None:
+        # Without the setting, opentelemetry is never imported.
         from antiphon.observability.tracing import open_spans
 
         sinks.append(open_spans(config.otlp_endpoint, families))
