@@ -7,7 +7,7 @@ import re
 from typing import TypedDict
 
 from antiphon.client.connection import Connection, RetryPolicy
-from antiphon.client.terms import Priority
+from antiphon.client.options import Priority
 
 # A command has no retry budget: during an overload each line has its full number of attempts.
 _RETRY = RetryPolicy(budget=None)

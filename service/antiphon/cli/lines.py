@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, Generic, Protocol, Self, TypeVar
 
 from antiphon.cli.progress import Progress, remaining_bytes
-from antiphon.client.ordered import ordered_map
+from antiphon.client.many_tasks import ordered_map
 
 EXIT_SOME_FAILED = 1
 EXIT_USER_ERROR = 2

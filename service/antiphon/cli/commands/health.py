@@ -11,9 +11,9 @@ import grpc
 from google.protobuf.wrappers_pb2 import Int32Value, StringValue
 
 from antiphon.cli.connection_flags import above_zero, add_connection_flags, connection_problem, read_connection
-from antiphon.client.connection import RetryPolicy
+from antiphon.client.connection import DEFAULT_TARGET, RetryPolicy
 from antiphon.client.messages import ServerError, server_errors
-from antiphon.client.terms import DEFAULT_TARGET, Terms
+from antiphon.client.options import CallOptions
 
 EXIT_NOT_SERVING = 1
 EXIT_USER_ERROR = 2
@@ -75,7 +75,7 @@ def own_target(environ: Mapping[str, str]) -> str:
 
 def _check(arguments: argparse.Namespace, target: str) -> str:
     connection = read_connection(arguments, RetryPolicy(attempts=1))
-    terms = Terms(connection)
+    call_options = CallOptions(connection)
     with connection.open(target, _SERVICE_NAME) as channel:
         # Same bytes as HealthCheckRequest and HealthCheckResponse, which a client installation does not have.
         check = channel.unary_unary(
@@ -84,7 +84,7 @@ def _check(arguments: argparse.Namespace, target: str) -> str:
             response_deserializer=Int32Value.FromString,
         )
         with server_errors():
-            number = check(StringValue(value=arguments.service), **terms.call(arguments.timeout_s)).value
+            number = check(StringValue(value=arguments.service), **call_options.arguments(arguments.timeout_s)).value
     return _STATUSES[number] if 0 <= number < len(_STATUSES) else str(number)
 
 

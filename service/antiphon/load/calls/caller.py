@@ -15,9 +15,9 @@ import grpc
 import grpc.aio
 
 from antiphon.client import RetryPolicy
+from antiphon.client.connection import SERVICE_NAME
 from antiphon.client.messages import Languages, as_server_error, stream_request, unary_request
-from antiphon.client.options import Options
-from antiphon.client.terms import SERVICE_NAME, Terms
+from antiphon.client.options import CallOptions, Options
 from antiphon.load.calls.multiplexed import Multiplexed
 from antiphon.load.calls.reading import Reading
 from antiphon.load.calls.record import UNFINISHED, Outcome, Reply
@@ -38,7 +38,7 @@ class Caller:
     def __init__(self, plan: Plan) -> None:
         """Prepare the requests; `connect` connects. Raises ValueError for an invalid ask or connection."""
         self._plan = plan
-        self._terms = Terms(plan.connection, timeout_s=plan.timeout_s, priority=plan.priority)
+        self._call_options = CallOptions(plan.connection, timeout_s=plan.timeout_s, priority=plan.priority)
         connection = replace(plan.connection, retry=RetryPolicy(attempts=1))
         self._channels = [
             connection.open_async(plan.target, SERVICE_NAME, is_shared=False) for _ in range(plan.connections)
@@ -47,10 +47,12 @@ class Caller:
             inference_pb2_grpc.InferenceServiceStub(channel) for channel in self._channels
         ]
         is_streamed = plan.is_streaming or plan.is_multiplexed
-        self._streamed = [self._terms.ask(_streamed(plan, ask)) for ask in plan.asks] if is_streamed else []
-        self._whole = [] if is_streamed else [self._terms.ask(_whole(plan, ask)) for ask in plan.asks]
+        self._streamed = (
+            [self._call_options.set_priority(_streamed(plan, ask)) for ask in plan.asks] if is_streamed else []
+        )
+        self._whole = [] if is_streamed else [self._call_options.set_priority(_whole(plan, ask)) for ask in plan.asks]
         self._multiplexed = (
-            [Multiplexed(stub, self._terms, plan, self._streamed) for stub in self._stubs]
+            [Multiplexed(stub, self._call_options, plan, self._streamed) for stub in self._stubs]
             if plan.is_multiplexed
             else []
         )
@@ -80,7 +82,7 @@ class Caller:
             elif self._plan.is_streaming:
                 await self._stream(stub, ask, reading)
             else:
-                reading.whole(await stub.GenerateUnary(self._whole[ask], **self._terms.call()))
+                reading.whole(await stub.GenerateUnary(self._whole[ask], **self._call_options.arguments()))
             reading.end()
         except grpc.aio.AioRpcError as error:
             reply.outcome, reply.message = _outcome(error), error.details() or "no message"
@@ -90,7 +92,7 @@ class Caller:
         return reply
 
     async def _stream(self, stub: InferenceServiceAsyncStub, ask: int, reading: Reading) -> None:
-        call = stub.Generate(self._streamed[ask], **self._terms.call())
+        call = stub.Generate(self._streamed[ask], **self._call_options.arguments())
         try:
             async for message in call:
                 reading.delta(message, time.monotonic())

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 import grpc
 import grpc.aio
 
-from antiphon.client.async_many import end_of_call
-from antiphon.client.many import lost, together
+from antiphon.client.many import early_end, pack
+from antiphon.client.many_tasks import end_of_call
 from antiphon.client.messages import ServerError
-from antiphon.client.terms import Terms
+from antiphon.client.options import CallOptions
 from antiphon.load.calls.reading import Reading
 from antiphon.load.calls.record import Outcome
 from antiphon.load.plan import Plan
@@ -34,10 +34,10 @@ class Multiplexed:
     """
 
     def __init__(
-        self, stub: InferenceServiceAsyncStub, terms: Terms, plan: Plan, requests: list[pb.GenerateRequest]
+        self, stub: InferenceServiceAsyncStub, call_options: CallOptions, plan: Plan, requests: list[pb.GenerateRequest]
     ) -> None:
         self._stub = stub
-        self._terms = terms
+        self._call_options = call_options
         self._messages = [
             pb.ManyRequest(request=request, timeout_millis=max(1, round(plan.timeout_s * 1000))) for request in requests
         ]
@@ -75,14 +75,14 @@ class Multiplexed:
             await asyncio.gather(self._talk, return_exceptions=True)
 
     async def _converse(self) -> None:
-        call: Call = self._stub.GenerateMany(metadata=self._terms.call()["metadata"])
+        call: Call = self._stub.GenerateMany(metadata=self._call_options.arguments()["metadata"])
         writing = asyncio.create_task(self._write(call))
         try:
             async for response in call:
                 now_s = time.monotonic()
                 for answer in response.answers:
                     self._take(answer, now_s)
-            self._end(lost())
+            self._end(early_end())
         except grpc.aio.AioRpcError as broken:
             self._end(end_of_call(broken))
         finally:
@@ -104,7 +104,7 @@ class Multiplexed:
                 self._has_unsent.clear()
                 unsent, self._unsent = self._unsent, []
                 cancelled, self._cancelled = self._cancelled, []
-                for message in together(unsent):
+                for message in pack(unsent):
                     await call.write(message)
                 if cancelled:
                     await call.write(pb.GenerateManyRequest(cancelled_ids=cancelled))

@@ -20,8 +20,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from antiphon.client import Options
-from antiphon.client.async_client import AsyncClient
+from antiphon.client import AsyncClient, Options
 from antiphon.load.workload.texts import read_texts
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
