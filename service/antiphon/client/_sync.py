@@ -68,7 +68,7 @@ from antiphon.v1 import inference_pb2, inference_pb2_grpc
 
 
 class Client:
-    """Calls a server from any thread, over one connection or several. Close it, or use it as a context manager."""
+    """Calls a server from any thread, over one connection. Close it, or use it as a context manager."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class Client:
         timeout_s: float | None = None,
         priority: Priority | None = None,
     ) -> None:
-        """Open the connections. target: host:port, or several in gRPC's notation. model: empty is the server's first.
+        """Open the connection. target: host:port, or several in gRPC's notation. model: empty is the server's first.
 
         source_language, target_language: of every call, as `get_model` lists them; empty takes the model's default.
         connection: encryption, credentials, retries, balancing. timeout_s: default deadline of a call, retries
@@ -164,7 +164,6 @@ class Client:
 
         All requests share one call. An older server, and one with several addresses (load_balancing), gets a call for
         each of them. A source that the server refuses yields its ServerError, and the iteration continues.
-        Sources are read lazily.
         """
         for outcome in self._generate_outputs_many(sources, options, concurrency=concurrency):
             yield outcome if isinstance(outcome, ServerError) else outcome[0]
@@ -342,7 +341,7 @@ class Client:
         self._channels.many_calls()
 
     def close(self) -> None:
-        """Cancel running calls and close the connections."""
+        """Cancel running calls and close the connection."""
         self._channels.close()
 
     def __enter__(self) -> Self:
@@ -395,7 +394,7 @@ class _Channels:
         return [partial(open_many, stub, self._call_options) for stub in self._stubs]
 
     def close(self) -> None:
-        """Cancel running calls and close the connections."""
+        """Cancel running calls and close the connection."""
         for channel in self._channels:
             channel.close()
 

@@ -40,9 +40,10 @@ REPLACEMENTS = {
     # Public in the asynchronous client only.
     r"generate_outputs_many": "_generate_outputs_many",
     # Docstrings.
-    r"from one event loop": "from any thread",
+    r"from one event loop, over one connection or several": "from any thread, over one connection",
+    r"(Open|close) the connections": r"\1 the connection",
+    r"\n +Sources are read lazily; a synchronous iterable must not block\.": "",
     r"For one event loop": "Thread-safe",
-    r"Sources are read lazily; a synchronous iterable must not block": "Sources are read lazily",
 }
 
 
