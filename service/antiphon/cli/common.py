@@ -33,15 +33,15 @@ def write_problem(flag: str, path: Path, error: OSError) -> str:
     return f"{flag} {path} cannot be written: {error.strerror}"
 
 
-def aligned(rows: Sequence[Sequence[str]], *, left: Collection[int] = (0,)) -> list[str]:
+def aligned(rows: Sequence[Sequence[str]], *, left_aligned: Collection[int] = (0,)) -> list[str]:
     """Return lines with columns of the width of their longest cell.
 
-    left: indices of the columns that are aligned left; the others are aligned right.
+    left_aligned: indices of columns; the other columns are aligned right.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
-            cell.ljust(width) if column in left else cell.rjust(width)
+            cell.ljust(width) if column in left_aligned else cell.rjust(width)
             for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in rows

@@ -163,15 +163,15 @@ async def lines_of(descriptor: int) -> AsyncIterator[Line]:
 
 def _blocks_of_lines(descriptor: int) -> Iterator[list[bytes]]:
     """Yield the lines that arrive together, without their newlines."""
-    begun: list[bytes] = []  # parts of a line whose end has not arrived
+    parts: list[bytes] = []  # of a line whose end has not arrived
     while block := os.read(descriptor, _BLOCK_BYTES):
-        first, *rest = block.split(b"\n")
-        begun.append(first)
-        if rest:
-            yield [b"".join(begun), *rest[:-1]]
-            begun = [rest[-1]]
-    if any(begun):
-        yield [b"".join(begun)]
+        *ends, begin = block.split(b"\n")
+        if ends:
+            yield [b"".join([*parts, ends[0]]), *ends[1:]]
+            parts = []
+        parts.append(begin)
+    if any(parts):
+        yield [b"".join(parts)]
 
 
 def text_of(line: Line) -> tuple[str, str | None]:
