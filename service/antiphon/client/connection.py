@@ -281,12 +281,12 @@ class Placement:
     def __init__(self, first: Offer) -> None:
         self._num_workers = first.num_workers
         self._reached = {first.worker}
-        self._num_attempts = _ATTEMPTS_PER_PROCESS * (first.num_workers - 1)
+        self._num_attempts_left = _ATTEMPTS_PER_PROCESS * (first.num_workers - 1)
 
     def wants_more(self) -> bool:
         """Return whether to open another connection, and count it as an attempt."""
-        self._num_attempts -= 1
-        return self._num_attempts >= 0 and len(self._reached) < self._num_workers
+        self._num_attempts_left -= 1
+        return self._num_attempts_left >= 0 and len(self._reached) < self._num_workers
 
     def keeps(self, offer: Offer) -> bool:
         """Return whether to keep a connection that was answered like this."""
