@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from antiphon.client import Connection, RetryPolicy
-from antiphon.client.terms import SERVICE_NAME
+from antiphon.client.connection import SERVICE_NAME
 from antiphon.v1 import inference_pb2 as pb
 from antiphon.v1.inference_pb2_grpc import InferenceServiceStub
 from tests.certificates import Authority, Pair, as_pem, client_hello, renew, trusting

@@ -26,7 +26,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from antiphon.client import AsyncClient, Client, Generation, Options, ServerError
 from antiphon.client.admin_client import AdminClient
-from antiphon.client.placement import Offer, offer_of
+from antiphon.client.connection import Offer, offer_of
 from antiphon.observability.metrics import MERGE_RULES
 from antiphon.tools.capacity.footprint import SUPERVISOR_BYTES
 from antiphon.v1 import inference_pb2 as pb

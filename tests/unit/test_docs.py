@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from antiphon.cli.main import SUBCOMMANDS
+from antiphon.cli.main import SUBCOMMANDS, load
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("deploy/*.md")])
@@ -79,7 +78,7 @@ def _commands(text: str) -> Iterator[tuple[str, set[str]]]:
 @cache
 def _options(subcommand: str) -> frozenset[str]:
     parser = argparse.ArgumentParser()
-    importlib.import_module(SUBCOMMANDS[subcommand].module).add_arguments(parser)
+    load(SUBCOMMANDS[subcommand]).add_arguments(parser)
     return frozenset(_all_options(parser))
 
 

@@ -1,4 +1,4 @@
-"""Flags of every command that talks to a server: encryption, token, priority, deadline."""
+"""Flags of every command that talks to a server: target, encryption, token, priority, deadline; its refusals."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ import argparse
 import re
 from typing import TypedDict
 
+import grpc
+
+from antiphon.cli.common import above_zero
+from antiphon.client import DEFAULT_TARGET, ServerError
 from antiphon.client.connection import Connection, RetryPolicy
-from antiphon.client.terms import Priority
+from antiphon.client.options import Priority
 
 # A command has no retry budget: during an overload each line has its full number of attempts.
 _RETRY = RetryPolicy(budget=None)
@@ -15,12 +19,23 @@ _FIELDS = ("tls", "tls_ca", "tls_cert", "tls_key", "tls_server_name", "token_fil
 _FIELD = re.compile(r"\b(tls_ca|tls_cert|tls_key|token_file|connections)\b")
 
 
-class ClientTerms(TypedDict):
+class ClientArguments(TypedDict):
     """Keyword arguments of a client that come from flags."""
 
     connection: Connection
     timeout_s: float | None
     priority: Priority | None
+
+
+def add_target_flag(parser: argparse._ActionsContainer) -> None:
+    """Add the flag of the server's address."""
+    parser.add_argument("--target", default=DEFAULT_TARGET, metavar="HOST:PORT", help="server (default: %(default)s)")
+
+
+def add_model_flags(parser: argparse._ActionsContainer) -> None:
+    """Add the flags of the server's address and of the model."""
+    add_target_flag(parser)
+    parser.add_argument("--model", default="", metavar="NAME", help="model that answers (default: the server's first)")
 
 
 def add_connection_flags(parser: argparse.ArgumentParser) -> None:
@@ -70,8 +85,8 @@ def read_connection(
     return Connection(**flags, retry=retry, connections=connections, max_reconnect_s=max_reconnect_s)
 
 
-def read_terms(arguments: argparse.Namespace) -> ClientTerms:
-    """Return a client's call terms that the flags describe. Raises ValueError."""
+def read_client_flags(arguments: argparse.Namespace) -> ClientArguments:
+    """Return the arguments of a client that the flags describe. Raises ValueError."""
     return {
         "connection": read_connection(arguments, connections=arguments.connections),
         "timeout_s": arguments.timeout_s,
@@ -84,9 +99,10 @@ def connection_problem(error: ValueError) -> str:
     return _FIELD.sub(lambda match: f"--{match[0].replace('_', '-')}", str(error))
 
 
-def above_zero(text: str) -> float:
-    """Read a flag's number of seconds. Raises ArgumentTypeError."""
-    value = float(text)
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
-    return value
+def server_problem(
+    error: ServerError, target: str, *, command: str = "antiphon serve", participle: str = "running"
+) -> str:
+    """Return the message of a failed call; if the server is unavailable, with the command that starts one."""
+    if error.code is not grpc.StatusCode.UNAVAILABLE:
+        return error.message
+    return f"{target} is unavailable ({error.message}); is a server {participle} there? start one with: {command}"

@@ -1,7 +1,7 @@
 """The `antiphon` command: its subcommands, and the packages that each one needs.
 
 Only the chosen subcommand is imported. A client installation can therefore run `generate`, and a server never loads
-torch. Each module defines `add_arguments(parser)` and `run(arguments) -> exit code`.
+torch. Each module, or an object in it, has `add_arguments(parser)` and `run(arguments) -> exit code`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import ModuleType
+from typing import Any
 
-EXIT_USER_ERROR = 2
+from antiphon.cli.common import EXIT_USER_ERROR, report_error
+
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
 # Errors of a write to a full disk, beyond a quota, beyond a file size limit, and to a failing disk.
@@ -25,12 +26,16 @@ _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Subcommand:
-    """One subcommand: its module, its help texts and the extra that installs its packages."""
+    """One subcommand: its module, its help texts and the extra that installs its packages.
+
+    command: name of the object in the module that has the functions; None is the module itself.
+    """
 
     module: str
     summary: str
     examples: str
     extra: str | None = None
+    command: str | None = None
 
 
 SUBCOMMANDS = {
@@ -48,7 +53,7 @@ SUBCOMMANDS = {
 stops on SIGTERM or Ctrl-C after running requests have ended (--drain-grace-s), at once on a second one""",
     ),
     "generate": Subcommand(
-        module="antiphon.cli.commands.generate",
+        module="antiphon.cli.generate",
         summary="translate text with a running server",
         examples="""\
   antiphon generate "How are you?"          prints the answer as it streams
@@ -62,7 +67,8 @@ and standard error names it
 exit codes: 0 success, 1 some lines failed, 2 no request could be sent (wrong option, server unreachable)""",
     ),
     "classify": Subcommand(
-        module="antiphon.cli.commands.classify",
+        module="antiphon.cli.encoder_heads",
+        command="CLASSIFY",
         summary="label texts with a running server's encoder",
         examples="""\
   antiphon classify "Play some jazz"        the most likely label and its probability
@@ -74,7 +80,8 @@ prints one line for each input line, in order; the line of a failed request is e
 exit codes: 0 success, 1 some lines failed, 2 no request could be sent (wrong option, no server, no such head)""",
     ),
     "tag": Subcommand(
-        module="antiphon.cli.commands.tag",
+        module="antiphon.cli.encoder_heads",
+        command="TAG",
         summary="find names and other spans with a running server's encoder",
         examples="""\
   antiphon tag "Ada Lovelace was born in London"        prints PER: Ada Lovelace, a tab, LOC: London
@@ -83,7 +90,8 @@ exit codes: 0 success, 1 some lines failed, 2 no request could be sent (wrong op
 prints one line for each input line, in order; exit codes are those of antiphon classify""",
     ),
     "fill-mask": Subcommand(
-        module="antiphon.cli.commands.fill_mask",
+        module="antiphon.cli.encoder_heads",
+        command="FILL_MASK",
         summary="fill masked words with a running server's encoder",
         examples="""\
   antiphon fill-mask "Paris is the [MASK] of France."   five tokens with their probabilities, most likely first
@@ -110,7 +118,7 @@ exit codes: 0 success, 1 the client could not keep up, nothing was answered, ans
 --fail, the objective was missed; 2 the server could not be loaded (wrong option, server unreachable)""",
     ),
     "models": Subcommand(
-        module="antiphon.cli.commands.models",
+        module="antiphon.cli.models",
         summary="list, load and unload a running server's models",
         examples="""\
   antiphon models list                      the served models, the default first
@@ -120,7 +128,7 @@ exit codes: 0 success, 1 the client could not keep up, nothing was answered, ans
   antiphon models cache                     cache blocks of each, and the running requests that hold them""",
     ),
     "health": Subcommand(
-        module="antiphon.cli.commands.health",
+        module="antiphon.cli.health",
         summary="check the readiness of a running server",
         examples="""\
   antiphon health                           the server on 127.0.0.1:50051
@@ -131,7 +139,7 @@ in a container it checks the port of ANTIPHON_PROBE_PORT or ANTIPHON_PORT, the s
 exit codes: 0 SERVING, 1 anything else or no answer, 2 wrong option""",
     ),
     "explain": Subcommand(
-        module="antiphon.cli.commands.explain",
+        module="antiphon.cli.explain",
         extra="train",
         summary="show the attention of a running server's model",
         examples="""\
@@ -382,14 +390,16 @@ def _parser(chosen: str | None) -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         if name == chosen:
-            module = _module(subcommand)
-            module.add_arguments(child)
-            child.set_defaults(run=module.run)
+            command = load(subcommand)
+            command.add_arguments(child)
+            child.set_defaults(run=command.run)
     return parser
 
 
-def _module(subcommand: Subcommand) -> ModuleType:
-    return importlib.import_module(subcommand.module)
+def load(subcommand: Subcommand) -> Any:
+    """Import and return the module or object that has the functions of a subcommand."""
+    module = importlib.import_module(subcommand.module)
+    return module if subcommand.command is None else getattr(module, subcommand.command)
 
 
 def _version() -> str:
@@ -403,8 +413,7 @@ def _report_missing(chosen: str | None, error: ModuleNotFoundError) -> int:
     extra = SUBCOMMANDS[chosen].extra if chosen in SUBCOMMANDS else None
     if extra is None or (error.name or "antiphon").startswith("antiphon"):
         raise error
-    print(f"antiphon {chosen}: {error.name} is not installed; run: pip install 'antiphon[{extra}]'", file=sys.stderr)
-    return EXIT_USER_ERROR
+    return report_error(str(chosen), f"{error.name} is not installed; run: pip install 'antiphon[{extra}]'")
 
 
 if __name__ == "__main__":

@@ -54,11 +54,11 @@ def _help(control: Control) -> str:
 
 def read_option_flags(arguments: argparse.Namespace) -> Options:
     """Return the options that the flags gave."""
-    given: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     for control in CONTROLS:
         value = getattr(arguments, control.name)
-        given[control.name] = dict(value) if control.kind is Kind.BIASES and value is not None else value
-    return Options(**given)
+        options[control.name] = dict(value) if control.kind is Kind.BIASES and value is not None else value
+    return Options(**options)
 
 
 def is_about_option(message: str) -> bool:

@@ -4,15 +4,27 @@
         for delta in client.generate("How are you?"):
             print(delta.text, end="")
 
-Knows nothing about models: sends texts and options, receives deltas, and raises ServerError for refusals. Users import
+Sends texts and options, receives deltas, and raises ServerError for refusals. Users import
 from here; docs/CLIENT.md has examples.
 """
 
 from __future__ import annotations
 
+from antiphon.client._async import AsyncClient
+from antiphon.client._sync import Client
 from antiphon.client.admin_client import AdminClient
-from antiphon.client.async_client import AsyncClient
-from antiphon.client.connection import Connection, LoadBalancing, RetryPolicy
+from antiphon.client.analysis import (
+    Classification,
+    Detokenization,
+    Embedding,
+    FilledMasks,
+    NextToken,
+    Pooling,
+    Stage,
+    Tagging,
+    Tokenization,
+)
+from antiphon.client.connection import DEFAULT_TARGET, Connection, LoadBalancing, RetryPolicy
 from antiphon.client.messages import (
     Beam,
     BeamStep,
@@ -26,11 +38,7 @@ from antiphon.client.messages import (
     TokenLogprob,
     Usage,
 )
-from antiphon.client.options import EarlyStopping, Options
-from antiphon.client.readings import Classification, Embedding, FilledMasks, Pooling, Tagging
-from antiphon.client.sync_client import Client
-from antiphon.client.terms import DEFAULT_TARGET, Priority
-from antiphon.client.tokens import Detokenization, NextToken, Stage, Tokenization
+from antiphon.client.options import EarlyStopping, Options, Priority
 
 __all__ = [
     "DEFAULT_TARGET",

@@ -10,7 +10,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from antiphon.client.connection import Connection, RetryPolicy
 from antiphon.client.messages import server_errors
-from antiphon.client.terms import Terms
+from antiphon.client.options import CallOptions
 from antiphon.v1 import admin_pb2, admin_pb2_grpc, inference_pb2
 
 DEFAULT_ADMIN_TARGET = "127.0.0.1:50052"
@@ -43,9 +43,9 @@ class AdminClient:
 
         connection: as for Client. Its retries are ignored, because a second load has another result than the first.
         """
-        how = replace(connection or Connection(), retry=RetryPolicy(attempts=1))
-        self._terms = Terms(how)
-        self._channel = how.open(target, _SERVICE_NAME)
+        connection = replace(connection or Connection(), retry=RetryPolicy(attempts=1))
+        self._call_options = CallOptions(connection)
+        self._channel = connection.open(target, _SERVICE_NAME)
         self._stub = admin_pb2_grpc.AdminServiceStub(self._channel)
 
     def load_model(
@@ -55,19 +55,19 @@ class AdminClient:
 
         path: absolute. A timeout ends the wait, but not the loading.
         """
-        given = limits or Limits()
+        limits = limits or Limits()
         request = admin_pb2.LoadModelRequest(
             name=name,
             path=path,
             limits=admin_pb2.ModelLimits(
-                max_num_seqs=given.max_num_seqs,
-                kv_cache_blocks=given.kv_cache_blocks,
-                threads=given.threads,
-                max_queued_requests=given.max_queued_requests,
+                max_num_seqs=limits.max_num_seqs,
+                kv_cache_blocks=limits.kv_cache_blocks,
+                threads=limits.threads,
+                max_queued_requests=limits.max_queued_requests,
             ),
         )
         with server_errors():
-            return self._stub.LoadModel(request, **self._terms.call(timeout_s)).model
+            return self._stub.LoadModel(request, **self._call_options.arguments(timeout_s)).model
 
     def unload_model(self, name: str, *, grace_s: float | None = None, timeout_s: float | None = None) -> bool:
         """Stop serving a model. Return whether every running request ended by itself. Raises ServerError.
@@ -80,12 +80,12 @@ class AdminClient:
             grace.FromNanoseconds(round(grace_s * 1e9))
         request = admin_pb2.UnloadModelRequest(name=name, grace=grace)
         with server_errors():
-            return self._stub.UnloadModel(request, **self._terms.call(timeout_s)).has_drained
+            return self._stub.UnloadModel(request, **self._call_options.arguments(timeout_s)).has_drained
 
     def get_memory(self, *, timeout_s: float | None = None) -> admin_pb2.GetMemoryResponse:
         """Return the memory of each model, of the memory budget. Raises ServerError."""
         with server_errors():
-            return self._stub.GetMemory(admin_pb2.GetMemoryRequest(), **self._terms.call(timeout_s))
+            return self._stub.GetMemory(admin_pb2.GetMemoryRequest(), **self._call_options.arguments(timeout_s))
 
     def get_cache(self, model: str = "", *, timeout_s: float | None = None) -> admin_pb2.GetCacheResponse:
         """Return the cache blocks of a model, or of all, and the running requests that hold them. Raises ServerError.
@@ -93,7 +93,9 @@ class AdminClient:
         Of a server of several processes, each has a cache of its own.
         """
         with server_errors():
-            return self._stub.GetCache(admin_pb2.GetCacheRequest(model=model), **self._terms.call(timeout_s))
+            return self._stub.GetCache(
+                admin_pb2.GetCacheRequest(model=model), **self._call_options.arguments(timeout_s)
+            )
 
     def close(self) -> None:
         """Cancel running calls and close the connection."""

@@ -1,4 +1,4 @@
-"""Types of the client, and their conversion to and from antiphon.v1 messages. Opens no connection."""
+"""Types of the client, and their conversion to and from antiphon.v1 messages."""
 
 from __future__ import annotations
 
@@ -174,11 +174,7 @@ def stream_request(
 ) -> inference_pb2.GenerateRequest:
     """Build a request for streamed targets. Raises ValueError if a value is out of its field's range."""
     return inference_pb2.GenerateRequest(
-        model=model,
-        options=options_message(options),
-        report_beam_steps=report_beam_steps,
-        **source_fields(source),
-        **_named(languages),
+        report_beam_steps=report_beam_steps, **_generation_fields(model, source, options, languages)
     )
 
 
@@ -187,12 +183,17 @@ def unary_request(
 ) -> inference_pb2.GenerateUnaryRequest:
     """Build a request for complete targets. Raises ValueError if a value is out of its field's range."""
     return inference_pb2.GenerateUnaryRequest(
-        model=model,
-        options=options_message(options),
-        report_beam_steps=report_beam_steps,
-        **source_fields(source),
-        **_named(languages),
+        report_beam_steps=report_beam_steps, **_generation_fields(model, source, options, languages)
     )
+
+
+def _generation_fields(model: str, source: Source, options: Options | None, languages: Languages) -> dict[str, Any]:
+    return {
+        "model": model,
+        "options": options_message(options),
+        **source_fields(source),
+        **_language_fields(languages),
+    }
 
 
 def score_request(
@@ -200,7 +201,11 @@ def score_request(
 ) -> inference_pb2.ScoreRequest:
     """Build a request for the log-probabilities of a target."""
     return inference_pb2.ScoreRequest(
-        model=model, num_alternatives=num_alternatives, **source_fields(source), **_target(target), **_named(languages)
+        model=model,
+        num_alternatives=num_alternatives,
+        **source_fields(source),
+        **_target(target),
+        **_language_fields(languages),
     )
 
 
@@ -208,9 +213,9 @@ def explain_request(
     model: str, source: Source, target: Source | None, languages: Languages, *, pair: str | None
 ) -> inference_pb2.ExplainRequest:
     """Build a request for attention maps. target, pair: None leaves the field unset."""
-    given = {} if target is None else _target(target)
+    target_fields = {} if target is None else _target(target)
     return inference_pb2.ExplainRequest(
-        model=model, text_pair=pair, **source_fields(source), **given, **_named(languages)
+        model=model, text_pair=pair, **source_fields(source), **target_fields, **_language_fields(languages)
     )
 
 
@@ -225,7 +230,7 @@ def _target(target: Source) -> dict[str, Any]:
     return {"target_token_ids": inference_pb2.TokenIds(ids=target)}
 
 
-def _named(languages: Languages) -> dict[str, Any]:
+def _language_fields(languages: Languages) -> dict[str, Any]:
     return {"source_language": languages.source, "target_language": languages.target}
 
 
@@ -283,7 +288,7 @@ def as_judgement(response: inference_pb2.ScoreResponse) -> Judgement:
 def _logprobs(entries: Iterable[inference_pb2.TokenLogprob]) -> tuple[TokenLogprob, ...]:
     return tuple(
         TokenLogprob(
-            entry.token_id, entry.logprob, tuple((other.token_id, other.logprob) for other in entry.alternatives)
+            entry.token_id, entry.logprob, tuple((token.token_id, token.logprob) for token in entry.alternatives)
         )
         for entry in entries
     )

@@ -103,6 +103,6 @@ def control(default: Any, kind: Kind, meaning: str, **row: Any) -> Any:
 def rows_of(table: Any) -> tuple[Control, ...]:
     """Return a Control for each field of a dataclass whose fields `control` made."""
     return tuple(
-        Control(**{"name": one.name, **one.metadata}, field=one.name, default=one.default)
-        for one in dataclasses.fields(table)
+        Control(**{"name": field.name, **field.metadata}, field=field.name, default=field.default)
+        for field in dataclasses.fields(table)
     )

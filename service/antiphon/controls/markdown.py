@@ -17,7 +17,10 @@ _RULES_HEADER = "| Control | Required value | Condition | Reason |"
 
 def updated(document: str) -> str:
     """Return a document with the present tables of controls and of rules; the rest is unchanged."""
-    rows = ((f"`{one.name}`", _range(one), _default(one), one.meaning, one.transformers) for one in CONTROLS)
+    rows = (
+        (f"`{control.name}`", _range(control), _default(control), control.meaning, control.transformers)
+        for control in CONTROLS
+    )
     document = _with_rows(document, _CONTROLS_HEADER, rows)
     rules = ((f"`{rule.field}`", rule.allowed, rule.condition, rule.reason) for rule in RULES)
     return _with_rows(document, _RULES_HEADER, rules)
@@ -25,13 +28,13 @@ def updated(document: str) -> str:
 
 def _with_rows(document: str, header: str, rows: Iterable[tuple[str, ...]]) -> str:
     """Return a document with other rows below one header. Raises ValueError if it has no such header."""
-    before, found, rest = document.partition(f"{header}\n")
-    if not found:
+    before, heading, after = document.partition(f"{header}\n")
+    if not heading:
         raise ValueError(f"the document has no table {header}")
-    rule, *lines = rest.splitlines(keepends=True)
+    rule, *lines = after.splitlines(keepends=True)
     num_rows = next((index for index, line in enumerate(lines) if not line.startswith("|")), len(lines))
     table = "".join(f"| {' | '.join(row)} |\n" for row in rows)
-    return before + found + rule + table + "".join(lines[num_rows:])
+    return before + heading + rule + table + "".join(lines[num_rows:])
 
 
 def _range(control: Control) -> str:

@@ -16,11 +16,11 @@ import grpc
 import grpc.aio
 
 from antiphon.client import RetryPolicy
-from antiphon.client.async_many import end_of_call
-from antiphon.client.many import lost, together
+from antiphon.client.connection import SERVICE_NAME
+from antiphon.client.many import early_end, pack
+from antiphon.client.many_tasks import end_of_call
 from antiphon.client.messages import Languages, ServerError, as_server_error, stream_request, unary_request
-from antiphon.client.options import Options
-from antiphon.client.terms import SERVICE_NAME, Terms
+from antiphon.client.options import CallOptions, Options
 from antiphon.load.plan import Ask, Plan
 from antiphon.load.results import INCOMPLETE, OK, UNFINISHED, Outcome, Reply
 from antiphon.v1 import inference_pb2 as pb
@@ -44,7 +44,7 @@ class Caller:
     def __init__(self, plan: Plan) -> None:
         """Prepare the requests; `connect` connects. Raises ValueError for an invalid ask or connection."""
         self._plan = plan
-        self._call_options = Terms(plan.connection, timeout_s=plan.timeout_s, priority=plan.priority)
+        self._call_options = CallOptions(plan.connection, timeout_s=plan.timeout_s, priority=plan.priority)
         connection = replace(plan.connection, retry=RetryPolicy(attempts=1))
         self._channels = [
             connection.open_async(plan.target, SERVICE_NAME, is_shared=False) for _ in range(plan.connections)
@@ -53,8 +53,10 @@ class Caller:
             inference_pb2_grpc.InferenceServiceStub(channel) for channel in self._channels
         ]
         is_streamed = plan.is_streaming or plan.is_multiplexed
-        self._streamed = [self._call_options.ask(_streamed(plan, ask)) for ask in plan.asks] if is_streamed else []
-        self._whole = [] if is_streamed else [self._call_options.ask(_whole(plan, ask)) for ask in plan.asks]
+        self._streamed = (
+            [self._call_options.set_priority(_streamed(plan, ask)) for ask in plan.asks] if is_streamed else []
+        )
+        self._whole = [] if is_streamed else [self._call_options.set_priority(_whole(plan, ask)) for ask in plan.asks]
         self._multiplexed = (
             [Multiplexed(stub, self._call_options, plan, self._streamed) for stub in self._stubs]
             if plan.is_multiplexed
@@ -86,7 +88,7 @@ class Caller:
             elif self._plan.is_streaming:
                 await self._stream(stub, ask, builder)
             else:
-                builder.whole(await stub.GenerateUnary(self._whole[ask], **self._call_options.call()))
+                builder.whole(await stub.GenerateUnary(self._whole[ask], **self._call_options.arguments()))
             builder.end()
         except grpc.aio.AioRpcError as error:
             reply.outcome, reply.message = _outcome_of_error(error), error.details() or "no message"
@@ -96,7 +98,7 @@ class Caller:
         return reply
 
     async def _stream(self, stub: InferenceServiceAsyncStub, ask: int, builder: ReplyBuilder) -> None:
-        call = stub.Generate(self._streamed[ask], **self._call_options.call())
+        call = stub.Generate(self._streamed[ask], **self._call_options.arguments())
         try:
             async for message in call:
                 builder.delta(message, time.monotonic())
@@ -197,7 +199,7 @@ class Multiplexed:
     """
 
     def __init__(
-        self, stub: InferenceServiceAsyncStub, call_options: Terms, plan: Plan, requests: list[pb.GenerateRequest]
+        self, stub: InferenceServiceAsyncStub, call_options: CallOptions, plan: Plan, requests: list[pb.GenerateRequest]
     ) -> None:
         self._stub = stub
         self._call_options = call_options
@@ -238,14 +240,14 @@ class Multiplexed:
             await asyncio.gather(self._conversation, return_exceptions=True)
 
     async def _converse(self) -> None:
-        call: Call = self._stub.GenerateMany(metadata=self._call_options.call()["metadata"])
+        call: Call = self._stub.GenerateMany(metadata=self._call_options.arguments()["metadata"])
         writing = asyncio.create_task(self._write(call))
         try:
             async for response in call:
                 now_s = time.monotonic()
                 for answer in response.answers:
                     self._read(answer, now_s)
-            self._end(lost())
+            self._end(early_end())
         except grpc.aio.AioRpcError as broken:
             self._end(end_of_call(broken))
         finally:
@@ -267,7 +269,7 @@ class Multiplexed:
                 self._has_unsent.clear()
                 unsent, self._unsent = self._unsent, []
                 cancelled, self._cancelled = self._cancelled, []
-                for message in together(unsent):
+                for message in pack(unsent):
                     await call.write(message)
                 if cancelled:
                     await call.write(pb.GenerateManyRequest(cancelled_ids=cancelled))

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from antiphon.cli.common import positive
 from antiphon.cli.connection_flags import add_connection_flags, read_connection
-from antiphon.cli.lines import positive
 from antiphon.client import DEFAULT_TARGET
 from antiphon.load.plan import Ask, Objective, Plan, PlanError
 from antiphon.load.workload import Entry, read_texts, read_trace

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
+from antiphon.client.connection import SERVICE_NAME
 from antiphon.client.messages import server_errors
-from antiphon.client.terms import SERVICE_NAME, Terms
+from antiphon.client.options import CallOptions
 from antiphon.load.plan import Plan, PlanError
 from antiphon.load.workload import EVERYDAY, Entry
 from antiphon.v1 import inference_pb2 as pb
@@ -20,7 +21,7 @@ class Probe:
 
     def __init__(self, plan: Plan) -> None:
         """Open the connection. Raises ValueError for settings that cannot be used."""
-        self._call_options = Terms(plan.connection, timeout_s=plan.timeout_s)
+        self._call_options = CallOptions(plan.connection, timeout_s=plan.timeout_s)
         self._channel = plan.connection.open(plan.target, SERVICE_NAME)
         self._stub = InferenceServiceStub(self._channel)
         self._model = plan.model
@@ -29,7 +30,7 @@ class Probe:
         """Return the model's description. Raises PlanError if it cannot generate."""
         request = pb.GetModelRequest(model=self._model)
         with server_errors():
-            model = self._stub.GetModel(request, **self._call_options.call()).model
+            model = self._stub.GetModel(request, **self._call_options.arguments()).model
         if model.architecture == pb.ARCHITECTURE_ENCODER:
             raise PlanError(f"--model: {model.name} is an encoder-only model; load needs a model that generates")
         return model
@@ -53,14 +54,14 @@ class Probe:
     def _tokenize(self, text: str) -> list[int]:
         request = pb.TokenizeRequest(model=self._model, text=text)
         with server_errors():
-            return list(self._stub.Tokenize(request, **self._call_options.call()).token_ids)
+            return list(self._stub.Tokenize(request, **self._call_options.arguments()).token_ids)
 
     def _num_added(self, ids: Sequence[int]) -> int:
         """Return the number of tokens that the server adds to a source, from the usage that it reports."""
         options = pb.GenerateOptions(max_new_tokens=1)
         request = pb.GenerateUnaryRequest(model=self._model, token_ids=pb.TokenIds(ids=ids), options=options)
         with server_errors():
-            usage = self._stub.GenerateUnary(request, **self._call_options.call()).usage
+            usage = self._stub.GenerateUnary(request, **self._call_options.arguments()).usage
         return usage.source_tokens - len(ids)
 
     def __enter__(self) -> Self:

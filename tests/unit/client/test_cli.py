@@ -53,6 +53,6 @@ def test_main_names_the_extra_when_a_package_is_missing(
     def absent(subcommand: cli.Subcommand) -> None:
         raise ModuleNotFoundError("No module named 'torch'", name="torch")
 
-    monkeypatch.setattr(cli, "_module", absent)
+    monkeypatch.setattr(cli, "load", absent)
     assert cli.main(["train", "x.toml"]) == 2
     assert capsys.readouterr().err == "antiphon train: torch is not installed; run: pip install 'antiphon[train]'\n"

@@ -335,7 +335,7 @@ def _model_name(target: str) -> str:
 
 
 def test_client_loads_nothing_but_grpcio_and_protobuf() -> None:
-    code = "import sys, antiphon.client, antiphon.cli.commands.generate, antiphon.cli.main; print(*sys.modules)"
+    code = "import sys, antiphon.client, antiphon.cli.generate, antiphon.cli.main; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     served = {
         "antiphon.bundle",

@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 
 from antiphon.architecture.heads import HeadConfig
 from antiphon.cli import main as cli
-from antiphon.cli.alignment_plot import plot_alignment
-from antiphon.cli.commands.explain import END
+from antiphon.cli.explain import END, plot_alignment
 from tests.serving import serving, tiny_tokenizer
 
 TEXT, TARGET_TEXT = "the cat costs $5 and $6", "eine Brücke"
@@ -213,8 +212,7 @@ async def test_explain_names_the_extra_when_matplotlib_is_missing(
 
 def test_explain_without_a_picture_imports_grpc_and_protobuf_only() -> None:
     script = (
-        "import sys, antiphon.cli.commands.explain; "
-        "print({'numpy', 'matplotlib', 'onnxruntime', 'torch'} & set(sys.modules))"
+        "import sys, antiphon.cli.explain; print({'numpy', 'matplotlib', 'onnxruntime', 'torch'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"

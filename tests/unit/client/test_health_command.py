@@ -10,7 +10,7 @@ from google.protobuf.wrappers_pb2 import Int32Value, StringValue
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
 from antiphon.cli import main as cli
-from antiphon.cli.commands.health import _STATUSES, own_target
+from antiphon.cli.health import _STATUSES, own_target
 from tests.serving import MODEL_NAME, serving
 
 

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from antiphon.cli.interrupt import run_interruptible
+from antiphon.cli.lines import run_interruptible
 
 
 def test_run_returns_the_result_of_the_coroutine() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from antiphon.cli.main import main
 from antiphon.client import AsyncClient, Connection
-from antiphon.client.files import read_regular
+from antiphon.client.connection import read_regular
 from tests.certificates import Authority
 from tests.serving import SOURCE, serving
 

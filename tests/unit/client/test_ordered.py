@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from antiphon.client.ordered import WINDOW_PER_CALL, ordered_map
+from antiphon.client.many import WINDOW_PER_REQUEST
+from antiphon.client.many_tasks import ordered_map
 
 
 async def counting(stop: int, read: list[int] | None = None) -> AsyncIterator[int]:
@@ -47,7 +48,7 @@ async def test_ordered_map_never_exceeds_concurrency() -> None:
 async def test_ordered_map_reads_no_input_beyond_its_window_while_the_first_item_is_slow() -> None:
     first, others = asyncio.Event(), asyncio.Semaphore(0)
     read: list[int] = []
-    num_allowed = WINDOW_PER_CALL * 2 + 1
+    num_allowed = WINDOW_PER_REQUEST * 2 + 1
 
     async def work(number: int) -> int:
         if number == 0:

@@ -7,7 +7,7 @@ import random
 import grpc
 import pytest
 
-from antiphon.client.placement import WORKER_KEY, Offer, Placement, offer_of
+from antiphon.client.connection import WORKER_KEY, Offer, Placement, offer_of
 
 
 @pytest.mark.parametrize(

@@ -115,7 +115,7 @@ async def test_silent_call_survives_pings_at_the_allowed_rate(
 
 
 async def test_client_pings_a_silent_server_and_keeps_its_connections(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "_LEAST_KEEPALIVE_S", 1)
+    monkeypatch.setattr(connection, "_MIN_KEEPALIVE_S", 1)
     async with asyncio.timeout(60), serving() as served, tapped(served.target) as tap:
         num_connections: list[int] = []
 

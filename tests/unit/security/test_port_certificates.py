@@ -14,7 +14,7 @@ from pathlib import Path
 import grpc.aio
 import pytest
 
-from antiphon.client.terms import SERVICE_NAME
+from antiphon.client.connection import SERVICE_NAME
 from antiphon.rpc.security import half_open, port_certificates
 from antiphon.rpc.security.port_certificates import PortCertificates, _Offer
 from antiphon.rpc.security.reload import Reloading

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Generic, Literal, TypeVar
 
-from antiphon.client.files import read_regular
+from antiphon.client.connection import read_regular
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import grpc
 
-from antiphon.client.placement import WORKER_KEY
+from antiphon.client.connection import WORKER_KEY
 from antiphon.domain.errors import AntiphonError
 from antiphon.domain.request import Priority
 from antiphon.observability.call import Call, current_call

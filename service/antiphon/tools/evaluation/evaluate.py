@@ -20,7 +20,12 @@ from typing import TypeVar
 
 from antiphon.bundle.graph import GraphError
 from antiphon.bundle.manifest import MANIFEST_NAME, Bundle, BundleError, Precision, load_bundle
-from antiphon.cli.connection_flags import add_call_flags, add_connection_flags, connection_problem, read_terms
+from antiphon.cli.connection_flags import (
+    add_call_flags,
+    add_connection_flags,
+    connection_problem,
+    read_client_flags,
+)
 from antiphon.client import Options, ServerError
 from antiphon.domain.errors import InvalidArgument
 from antiphon.domain.limits import ALLOWED
@@ -170,7 +175,7 @@ def _evaluate_server(args: argparse.Namespace) -> Score:
     languages = (args.source_language, args.target_language)
     try:
         options = Options(beam_width=_params(args).beam_width)
-        return evaluate_server(args.target, languages, read_terms(args), options, _test_set(args), args.output)
+        return evaluate_server(args.target, languages, read_client_flags(args), options, _test_set(args), args.output)
     except ServerError as error:
         raise EvaluationError(f"{args.target}: {error}") from None
     except ValueError as error:

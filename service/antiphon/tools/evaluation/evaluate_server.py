@@ -8,7 +8,7 @@ from pathlib import Path
 import grpc
 from tqdm import tqdm
 
-from antiphon.cli.connection_flags import ClientTerms
+from antiphon.cli.connection_flags import ClientArguments
 from antiphon.client import Client, Generation, Options, ServerError
 from antiphon.tools.evaluation.evaluate_translations import Answers, Score, TestSet, score_answers
 
@@ -16,7 +16,7 @@ from antiphon.tools.evaluation.evaluate_translations import Answers, Score, Test
 def evaluate_server(
     target: str,
     languages: tuple[str, str],
-    terms: ClientTerms,
+    terms: ClientArguments,
     options: Options,
     test_set: TestSet,
     output: Path | None,

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import grpc
-
-from antiphon.cli.connection_flags import add_connection_flags, connection_problem, read_connection
-from antiphon.client import DEFAULT_TARGET, Client, ServerError
+from antiphon.cli.common import aligned, report_error
+from antiphon.cli.connection_flags import (
+    add_connection_flags,
+    add_target_flag,
+    connection_problem,
+    read_connection,
+    server_problem,
+)
+from antiphon.client import Client, ServerError
 from antiphon.client.admin_client import DEFAULT_ADMIN_TARGET, AdminClient, Limits
 from antiphon.v1 import admin_pb2, inference_pb2
-
-EXIT_USER_ERROR = 2
 
 _LIMITS = {
     "max_num_seqs": "rows that run together",
@@ -29,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the actions of `antiphon models` and their flags."""
     actions = parser.add_subparsers(title="actions", metavar="ACTION", dest="action", required=True)
     listing = actions.add_parser("list", help="list the served models, the default first")
-    listing.add_argument("--target", default=DEFAULT_TARGET, metavar="HOST:PORT", help="server (default: %(default)s)")
+    add_target_flag(listing)
     loading = actions.add_parser("load", help="serve another bundle")
     loading.add_argument("name", metavar="NAME", help="name for requests")
     loading.add_argument("path", metavar="PATH", help="directory of the bundle, on the server's disk")
@@ -61,11 +63,9 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         _ACTIONS[arguments.action](arguments, target)
     except ServerError as error:
-        print(f"antiphon models: {_explain(error, target, arguments.action)}", file=sys.stderr)
-        return EXIT_USER_ERROR
+        return report_error("models", _explain(error, target, arguments.action))
     except ValueError as error:  # a file of the connection, or a number out of its field's range
-        print(f"antiphon models: {connection_problem(error)}", file=sys.stderr)
-        return EXIT_USER_ERROR
+        return report_error("models", connection_problem(error))
     return 0
 
 
@@ -115,11 +115,13 @@ def _cache(arguments: argparse.Namespace, target: str) -> None:
         caches = client.get_cache().caches
     rows = []
     for cache in caches:
-        where = (cache.model, str(cache.worker))
-        held = [(len(holder.source_blocks), len(holder.target_blocks)) for holder in cache.holders]
-        for holder, counts in zip(cache.holders, held, strict=True):
-            rows.append((*where, f"request {holder.request_number}", *map(str, counts), str(sum(counts))))
-        rows.append((*where, "free", "", "", str(cache.num_blocks - sum(map(sum, held)))))
+        process = (cache.model, str(cache.worker))
+        num_free = cache.num_blocks
+        for holder in cache.holders:
+            counts = (len(holder.source_blocks), len(holder.target_blocks))
+            rows.append((*process, f"request {holder.request_number}", *map(str, counts), str(sum(counts))))
+            num_free -= sum(counts)
+        rows.append((*process, "free", "", "", str(num_free)))
     _print_rows(("name", "process", "holder", "source", "target", "blocks"), rows)
 
 
@@ -137,18 +139,9 @@ def _parts(model: admin_pb2.ModelMemory) -> tuple[int, int, int]:
 
 
 def _print_rows(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
-    """Print rows in columns of the width of their longest entry; the first column aligned left, the others right."""
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    for row in (header, *rows):
-        first, *others = (
-            cell.ljust(width) if index == 0 else cell.rjust(width)
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        print("  ".join([first, *others]).rstrip())
+    print("\n".join(aligned([header, *rows])))
 
 
 def _explain(error: ServerError, target: str, action: str) -> str:
-    if error.code is not grpc.StatusCode.UNAVAILABLE:
-        return error.message
-    how = "antiphon serve" if action == "list" else f"antiphon serve --admin-port {target.rpartition(':')[2]}"
-    return f"{target} is unavailable ({error.message}); is a server listening there? start one with: {how}"
+    command = "antiphon serve" if action == "list" else f"antiphon serve --admin-port {target.rpartition(':')[2]}"
+    return server_problem(error, target, command=command, participle="listening")

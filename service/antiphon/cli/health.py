@@ -10,13 +10,13 @@ from collections.abc import Mapping
 import grpc
 from google.protobuf.wrappers_pb2 import Int32Value, StringValue
 
-from antiphon.cli.connection_flags import above_zero, add_connection_flags, connection_problem, read_connection
-from antiphon.client.connection import RetryPolicy
+from antiphon.cli.common import above_zero, report_error
+from antiphon.cli.connection_flags import add_connection_flags, connection_problem, read_connection
+from antiphon.client.connection import DEFAULT_TARGET, RetryPolicy
 from antiphon.client.messages import ServerError, server_errors
-from antiphon.client.terms import DEFAULT_TARGET, Terms
+from antiphon.client.options import CallOptions
 
 EXIT_NOT_SERVING = 1
-EXIT_USER_ERROR = 2
 
 _SERVICE_NAME = "grpc.health.v1.Health"
 # HealthCheckResponse.ServingStatus, by number.
@@ -52,8 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"antiphon health: {target}{_of(arguments.service)} {_reason(error)}", file=sys.stderr)
         return EXIT_NOT_SERVING
     except ValueError as error:
-        print(f"antiphon health: {connection_problem(error)}", file=sys.stderr)
-        return EXIT_USER_ERROR
+        return report_error("health", connection_problem(error))
     is_serving = status == "SERVING"
     print(f"antiphon health: {target}{_of(arguments.service)} is {status}", file=None if is_serving else sys.stderr)
     return 0 if is_serving else EXIT_NOT_SERVING
@@ -75,7 +74,7 @@ def own_target(environ: Mapping[str, str]) -> str:
 
 def _check(arguments: argparse.Namespace, target: str) -> str:
     connection = read_connection(arguments, RetryPolicy(attempts=1))
-    terms = Terms(connection)
+    call_options = CallOptions(connection)
     with connection.open(target, _SERVICE_NAME) as channel:
         # Same bytes as HealthCheckRequest and HealthCheckResponse, which a client installation does not have.
         check = channel.unary_unary(
@@ -84,7 +83,7 @@ def _check(arguments: argparse.Namespace, target: str) -> str:
             response_deserializer=Int32Value.FromString,
         )
         with server_errors():
-            number = check(StringValue(value=arguments.service), **terms.call(arguments.timeout_s)).value
+            number = check(StringValue(value=arguments.service), **call_options.arguments(arguments.timeout_s)).value
     return _STATUSES[number] if 0 <= number < len(_STATUSES) else str(number)
 
 

@@ -10,27 +10,32 @@ next one.
 from __future__ import annotations
 
 import argparse
-import io
-import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
 import grpc
 
-from antiphon.cli.connection_flags import add_call_flags, add_connection_flags, connection_problem, read_terms
-from antiphon.client import DEFAULT_TARGET, Client, ServerError
+from antiphon.cli.common import CommandError, report_error, write_problem, write_utf8
+from antiphon.cli.connection_flags import (
+    add_call_flags,
+    add_connection_flags,
+    add_model_flags,
+    connection_problem,
+    read_client_flags,
+    server_problem,
+)
+from antiphon.client import Client, ServerError
 from antiphon.v1 import inference_pb2 as pb
 
-EXIT_USER_ERROR = 2
 # Prediction of the last query; it is not a piece of the target.
 END = "(end)"
 WORD_BEGINS = "\u2581"
 
+# Size of a plot's cell, of the labels at the axes, and maximum size of the figure, in inches.
+_CELL, _MARGIN, _LONGEST = 0.32, 2.0, 60.0
+
 Matrix = list[list[float]]
-
-
-class Refused(Exception):
-    """Nothing can be shown; the message contains the reason."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,8 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("text", metavar="TEXT", help="source text")
     parser.add_argument("--target-text", metavar="TEXT", help="target to explain (default: the model's answer)")
     parser.add_argument("--pair", metavar="TEXT", help="second text, for an encoder-only model")
-    parser.add_argument("--target", default=DEFAULT_TARGET, metavar="HOST:PORT", help="server (default: %(default)s)")
-    parser.add_argument("--model", default="", metavar="NAME", help="model that answers (default: the server's first)")
+    add_model_flags(parser)
     parser.add_argument("--layer", type=int, metavar="N", help="decoder layer of the alignment, from 0 (default: last)")
     parser.add_argument("--head", type=int, metavar="N", help="head of this layer, from 0 (default: mean of all heads)")
     parser.add_argument("--png", type=Path, metavar="FILE", help="plot the alignment to FILE (needs matplotlib)")
@@ -49,8 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the entropy of every head and the alignment; plot it with --png. Return the exit code."""
-    assert isinstance(sys.stdout, io.TextIOWrapper)
-    sys.stdout.reconfigure(encoding="utf-8")  # pieces are text in any language; the locale does not matter
+    write_utf8()
     try:
         _check(arguments)
         response = _ask(arguments)
@@ -62,9 +65,8 @@ def run(arguments: argparse.Namespace) -> int:
         print("\n".join([*entropy_table(response), "", f"{shown}:", *alignment_table(response, weights)]))
         if arguments.png is not None:
             _draw(arguments.png, response, weights, shown)
-    except Refused as refused:
-        print(f"antiphon explain: {refused}", file=sys.stderr)
-        return EXIT_USER_ERROR
+    except CommandError as error:
+        return report_error("explain", error)
     return 0
 
 
@@ -72,11 +74,11 @@ def _check(arguments: argparse.Namespace) -> None:
     """Check the flags before the server is asked. The command line reports a missing matplotlib."""
     for option in ("layer", "head"):
         if (value := getattr(arguments, option)) is not None and value < 0:
-            raise Refused(f"--{option} is {value}; it must be at least 0")
+            raise CommandError(f"--{option} is {value}; it must be at least 0")
     if arguments.png is None:
         return
     if not arguments.png.parent.is_dir():
-        raise Refused(f"--png is {arguments.png}, but there is no directory {arguments.png.parent}")
+        raise CommandError(f"--png is {arguments.png}, but there is no directory {arguments.png.parent}")
     import matplotlib  # noqa: F401
 
 
@@ -84,36 +86,33 @@ def _check_without_alignment(arguments: argparse.Namespace) -> None:
     """Refuse the flags of the alignment, which this model does not have."""
     for option in ("layer", "head", "png"):
         if (value := getattr(arguments, option)) is not None:
-            raise Refused(f"--{option} is {value}; it must be absent: this model has no cross-attention to align")
+            raise CommandError(f"--{option} is {value}; it must be absent: this model has no cross-attention to align")
 
 
 def _ask(arguments: argparse.Namespace) -> pb.ExplainResponse:
     try:
-        asking = Client(arguments.target, model=arguments.model, **read_terms(arguments))
+        client = Client(arguments.target, model=arguments.model, **read_client_flags(arguments))
     except ValueError as error:
-        raise Refused(connection_problem(error)) from None
+        raise CommandError(connection_problem(error)) from None
     try:
-        with asking as client:
+        with client:
             return client.explain(arguments.text, arguments.target_text, pair=arguments.pair)
     except ServerError as error:
         if error.code is grpc.StatusCode.UNAVAILABLE:
-            raise Refused(
-                f"{arguments.target} is unavailable ({error.message}); is a server running there? "
-                "start one with: antiphon serve"
-            ) from None
-        raise Refused(f"{arguments.target} answers {error}") from None
+            raise CommandError(server_problem(error, arguments.target)) from None
+        raise CommandError(f"{arguments.target} answers {error}") from None
     except ValueError as error:
-        raise Refused(f"the text cannot be sent: {error}") from None
+        raise CommandError(f"the text cannot be sent: {error}") from None
 
 
 def entropy_table(response: pb.ExplainResponse) -> list[str]:
     """Return lines with the entropy of every head, in nats, for each attention that the model has and each layer."""
     attentions = {"encoder self": response.encoder_self, "decoder self": response.decoder_self, "cross": response.cross}
-    num_heads = 1 + max(each.head for maps in attentions.values() for each in maps)
+    num_heads = 1 + max(attention.head for maps in attentions.values() for attention in maps)
     lines = [f"{'entropy, nats':<24}" + "".join(f"{f'head {head}':>9}" for head in range(num_heads))]
     for name, maps in attentions.items():
-        for layer in range(1 + max((each.layer for each in maps), default=-1)):
-            entropies = {each.head: each.entropy for each in maps if each.layer == layer}
+        for layer in range(1 + max((attention.layer for attention in maps), default=-1)):
+            entropies = {attention.head: attention.entropy for attention in maps if attention.layer == layer}
             row = "".join(f"{entropies[head]:>9.2f}" for head in range(num_heads))
             lines.append(f"{f'{name}, layer {layer}':<24}{row}")
     return lines
@@ -122,27 +121,27 @@ def entropy_table(response: pb.ExplainResponse) -> list[str]:
 def alignment(response: pb.ExplainResponse, *, layer: int | None, head: int | None) -> tuple[Matrix, str]:
     """Return cross-attention weights [T, S] of a layer (None: the last) and head (None: the mean), and their title.
 
-    Raises Refused if the model has no such layer or head.
+    Raises CommandError if the model has no such layer or head.
     """
-    layer = _existing("--layer", layer, {each.layer for each in response.cross})
-    maps = [each for each in response.cross if each.layer == layer]
+    layer = _existing("--layer", layer, {attention.layer for attention in response.cross})
+    maps = [attention for attention in response.cross if attention.layer == layer]
     if head is not None:
-        _existing("--head", head, {each.head for each in maps})
-        maps = [each for each in maps if each.head == head]
+        _existing("--head", head, {attention.head for attention in maps})
+        maps = [attention for attention in maps if attention.head == head]
     shown = "mean over heads" if head is None else f"head {head}"
     columns = maps[0].columns
-    means = [sum(column) / len(maps) for column in zip(*(each.weights for each in maps), strict=True)]
+    means = [sum(column) / len(maps) for column in zip(*(attention.weights for attention in maps), strict=True)]
     rows = [means[start : start + columns] for start in range(0, len(means), columns)]
     return rows, f"cross-attention of decoder layer {layer}, {shown}"
 
 
-def _existing(option: str, given: int | None, existing: set[int]) -> int:
-    """Return the given number, or the last one if it is None."""
-    if given is None:
+def _existing(option: str, number: int | None, existing: set[int]) -> int:
+    """Return the number, or the last one if it is None."""
+    if number is None:
         return max(existing)
-    if given not in existing:
-        raise Refused(f"{option} is {given}; the model has 0 to {max(existing)}")
-    return given
+    if number not in existing:
+        raise CommandError(f"{option} is {number}; the model has 0 to {max(existing)}")
+    return number
 
 
 def read(response: pb.ExplainResponse) -> list[str]:
@@ -166,15 +165,41 @@ def alignment_table(response: pb.ExplainResponse, weights: Matrix) -> list[str]:
     width, source_width = (max(map(len, pieces)) + 2 for pieces in (["target", *targets], ["source", *sources]))
     lines = [f"{'target':<{width}}{'source':<{source_width}}weight"]
     for piece, row in zip(targets, weights, strict=True):
-        most = max(range(len(row)), key=row.__getitem__)
-        lines.append(f"{piece:<{width}}{sources[most]:<{source_width}}{row[most]:.2f}")
+        largest = max(range(len(row)), key=row.__getitem__)
+        lines.append(f"{piece:<{width}}{sources[largest]:<{source_width}}{row[largest]:.2f}")
     return lines
 
 
 def _draw(path: Path, response: pb.ExplainResponse, weights: Sequence[Sequence[float]], title: str) -> None:
-    from antiphon.cli.alignment_plot import plot_alignment
-
     try:
         plot_alignment(path, weights, read(response), predicted(response), title=title)
     except OSError as error:
-        raise Refused(f"--png: {path} cannot be written: {error.strerror}") from None
+        raise CommandError(write_problem("--png:", path, error)) from None
+
+
+def plot_alignment(
+    path: Path,
+    weights: Sequence[Sequence[float]],
+    source_pieces: Sequence[str],
+    target_pieces: Sequence[str],
+    *,
+    title: str,
+) -> None:
+    """Write the heat map of weights [T, S]: a row for each of T target pieces, a column for each of S source pieces."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    width, height = (min(_CELL * len(pieces) + _MARGIN, _LONGEST) for pieces in (source_pieces, target_pieces))
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    image = axes.imshow(weights, cmap="Blues", vmin=0, aspect="auto")
+    # Pieces are text, not formulas: matplotlib must not interpret dollar signs.
+    axes.set_xticks(range(len(source_pieces)), source_pieces, rotation=90, parse_math=False)
+    axes.set_yticks(range(len(target_pieces)), target_pieces, parse_math=False)
+    axes.set(xlabel="source", ylabel="target")
+    axes.set_title(title, fontsize="small", wrap=True)
+    figure.colorbar(image, ax=axes, label="weight")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph")  # characters that the font lacks are drawn as boxes
+        figure.savefig(path, format="png", dpi=120)

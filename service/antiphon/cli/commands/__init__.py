@@ -1,1 +1,0 @@
-"""Subcommands of a client, one file each."""
