@@ -15,13 +15,13 @@ from antiphon.domain.request import (
     Request,
     TokenEvent,
 )
-from antiphon.engine.cache.block_pool import BlockPool
-from antiphon.engine.queue.request_queue import RequestQueue
-from antiphon.engine.scheduling.admission import admit, limits_of
-from antiphon.engine.sequences.sequence import SequenceGroup
-from antiphon.engine.sequences.stream import OutputStream
+from antiphon.engine.admission import admit, limits_of
+from antiphon.engine.kv_cache import BlockPool
+from antiphon.engine.request_queue import RequestQueue
+from antiphon.engine.sequence import SequenceGroup
 from antiphon.engine.step.parts import StepParts
 from antiphon.engine.step.stepper import Stepper
+from antiphon.engine.stream import OutputStream
 from antiphon.observability.metrics.engine_metrics import Metrics
 from antiphon.observability.metrics.metric_families import MetricFamilies
 from antiphon.runtime.native_runner import NativeRunner

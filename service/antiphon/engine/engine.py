@@ -8,29 +8,121 @@ while its runner computes: Python's work of one lane runs while the graphs of th
 
 from __future__ import annotations
 
+import gc
 import logging
+import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 
 from antiphon.domain.cancellation import CancelCause, Cancellations
 from antiphon.domain.errors import AntiphonError, DeadlineExceeded, EngineFault, InvalidArgument, Unavailable
 from antiphon.domain.limits import EngineLimits
 from antiphon.domain.request import ANSWERED, FinishReason, Pooling, Priority, Request, Task, TokenEvent
-from antiphon.engine.cache.block_pool import BlockPool
-from antiphon.engine.cache.holders import BlockHolder, holder_of
-from antiphon.engine.heartbeat import Heartbeat
-from antiphon.engine.lane import Lane
-from antiphon.engine.queue.request_queue import RequestQueue
-from antiphon.engine.scheduling.admission import admit, check_ability, limits_of
-from antiphon.engine.sequences.sequence import SequenceGroup
-from antiphon.engine.sequences.stream import OutputStream, Publisher
+from antiphon.engine.admission import admit, check_ability, limits_of
+from antiphon.engine.kv_cache import BlockHolder, BlockPool, holder_of
+from antiphon.engine.request_queue import RequestQueue
+from antiphon.engine.sequence import SequenceGroup
 from antiphon.engine.step.parts import StepParts
 from antiphon.engine.step.stepper import Stepper
+from antiphon.engine.stream import OutputStream, Publisher
 from antiphon.observability.metrics.engine_metrics import Metrics
 from antiphon.runtime.runner import EncodeReport, Runner
 from antiphon.runtime.warm_up import warm_up
+
+
+class Heartbeat:
+    """Distinguishes a thread that works or has nothing to do from a thread that hangs.
+
+    clock: monotonic, in seconds. No method needs a lock, because its assignments are correct in any order.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._busy_since_s: float | None = None
+
+    def beat(self) -> None:
+        """Record that the thread begins a piece of work."""
+        self._busy_since_s = self._clock()
+
+    def rest(self) -> None:
+        """Record that the thread has nothing to do."""
+        self._busy_since_s = None
+
+    def wake(self) -> None:
+        """Record new work. The caller adds the work, and holds the lock under which the thread calls `rest`."""
+        if self._busy_since_s is None:
+            self._busy_since_s = self._clock()
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds since the current piece of work began, or since new work began to wait; 0 at rest."""
+        since_s = self._busy_since_s
+        return 0.0 if since_s is None else max(0.0, self._clock() - since_s)
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Lane:
+    """Stepper, runner and thread of one lane.
+
+    seen_steps: number of steps of all lanes at the beginning of its own last step.
+    is_resting: it waits for a step of another lane.
+    """
+
+    stepper: Stepper
+    runner: Runner
+    heartbeat: Heartbeat
+    thread: threading.Thread = field(init=False)
+    seen_steps: int = -1
+    is_resting: bool = False
+
+    def make_thread(self, index: int, run: Callable[[Lane], None]) -> None:
+        """Make the thread, which calls run with this lane."""
+        name = "antiphon-engine" if index == 0 else f"antiphon-engine-{index}"
+        self.thread = threading.Thread(target=run, args=(self,), name=name, daemon=True)
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds since the current step began, or since work began to wait for a step; 0 if idle."""
+        return self.heartbeat.busy_s
+
+    def join(self, timeout_s: float | None) -> None:
+        """Wait for the end of the thread, if it was started."""
+        if self.thread.ident is not None:
+            self.thread.join(timeout_s)
+
+    def stack(self) -> str:
+        """Return the stack of the thread as text, the latest call last."""
+        frame = sys._current_frames().get(self.thread.ident or 0)
+        return "".join(traceback.format_stack(frame)) if frame is not None else "the thread is gone\n"
+
+
+# Longest time for which the event loop may hold the interpreter lock. The default, 5 ms, is several engine steps.
+_SWITCH_INTERVAL_S = 0.001
+# New objects after which the garbage collector runs. One step creates more than the default of 700.
+_COLLECT_AFTER = 10_000
+
+
+@contextmanager
+def interpreter_for_steps() -> Iterator[None]:
+    """Pass the interpreter lock on sooner, and collect garbage less often: a collection stops engine and event loop.
+
+    Existing objects are never collected meanwhile. Models are loaded later, so that an unloaded model is.
+    """
+    interval_s, thresholds = sys.getswitchinterval(), gc.get_threshold()
+    gc.freeze()
+    gc.set_threshold(_COLLECT_AFTER, *thresholds[1:])
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(interval_s)
+        gc.set_threshold(*thresholds)
+        gc.unfreeze()
+
 
 __all__ = ["EncodeReport", "Engine", "Runner"]
 

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 from antiphon.domain.limits import EngineLimits
 from antiphon.domain.request import Request, SamplingParams, TokenEvent
 from antiphon.engine.engine import Engine
-from antiphon.engine.sequences.stream import OutputStream
+from antiphon.engine.stream import OutputStream
 from antiphon.observability.metrics.engine_metrics import Metrics
 from antiphon.observability.metrics.metric_families import MetricFamilies
 from tests.fakes import FakeRunner, limits_for, request_of

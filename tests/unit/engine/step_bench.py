@@ -11,13 +11,13 @@ from antiphon.architecture.heads import HeadConfig
 from antiphon.architecture.heads import Task as HeadTask
 from antiphon.domain.cancellation import CancelCause, Cancellations
 from antiphon.domain.request import FinishReason, Request, SamplingParams, TokenEvent
-from antiphon.engine.cache.block_pool import BlockPool
-from antiphon.engine.queue.request_queue import RequestQueue
-from antiphon.engine.scheduling.admission import admit, limits_of
-from antiphon.engine.sequences.sequence import SequenceGroup, SequenceState
-from antiphon.engine.sequences.stream import OutputStream
+from antiphon.engine.admission import admit, limits_of
+from antiphon.engine.kv_cache import BlockPool
+from antiphon.engine.request_queue import RequestQueue
+from antiphon.engine.sequence import SequenceGroup, SequenceState
 from antiphon.engine.step.parts import StepParts
 from antiphon.engine.step.stepper import Stepper
+from antiphon.engine.stream import OutputStream
 from antiphon.observability.metrics.engine_metrics import Metrics
 from antiphon.observability.metrics.metric_families import MetricFamilies
 from tests.fakes import FakeClock, FakeRunner, limits_for, request_of

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from antiphon.engine.batch.rows import RunningRows
-from antiphon.engine.cache.reservations import Reservations
-from antiphon.engine.scheduling.row_turns import RowTurns
-from antiphon.engine.sequences.sequence import Sequence, SequenceGroup
+from antiphon.engine.batch import RunningRows
+from antiphon.engine.reservations import Reservations
+from antiphon.engine.row_budget import RowTurns
+from antiphon.engine.sequence import Sequence, SequenceGroup
 from antiphon.observability.metrics.engine_metrics import Metrics
 
 

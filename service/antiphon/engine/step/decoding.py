@@ -8,13 +8,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from antiphon.engine.sequences.sequence import SequenceGroup, SequenceState
-from antiphon.engine.sequences.stream import TokenSink
-from antiphon.engine.sequences.unread_tokens import Item
-from antiphon.engine.step.commit import commit
+from antiphon.engine.outputs import commit
+from antiphon.engine.sequence import SequenceGroup, SequenceState
 from antiphon.engine.step.endings import Endings
 from antiphon.engine.step.parts import RunningState, StepParts
 from antiphon.engine.step.token_times import TokenTimes
+from antiphon.engine.stream import Item, TokenSink
 from antiphon.runtime.runner import NOT_FINITE, Samples
 
 

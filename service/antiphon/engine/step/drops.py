@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from antiphon.domain.cancellation import CancelCause
 from antiphon.domain.errors import DeadlineExceeded
 from antiphon.domain.request import FinishReason
-from antiphon.engine.sequences.sequence import SequenceGroup, SequenceState
+from antiphon.engine.outputs import time_limit_events
+from antiphon.engine.sequence import SequenceGroup, SequenceState
 from antiphon.engine.step.endings import Endings
 from antiphon.engine.step.parts import RunningState, StepParts
-from antiphon.engine.step.terminal_events import time_limit_events
 
 
 class Drops:

@@ -7,11 +7,10 @@ from collections.abc import Iterable
 
 from antiphon.domain.errors import AntiphonError, EngineFault
 from antiphon.domain.request import ANSWERED, FinishReason, Readout, TokenEvent
-from antiphon.engine.sequences.sequence import Sequence, SequenceGroup, SequenceState
-from antiphon.engine.sequences.stream import OutputStream
-from antiphon.engine.step.commit import Ended
+from antiphon.engine.outputs import Ended, beam_events, last_of, output_event
+from antiphon.engine.sequence import Sequence, SequenceGroup, SequenceState
 from antiphon.engine.step.parts import RunningState, StepParts
-from antiphon.engine.step.terminal_events import beam_events, last_of, output_event
+from antiphon.engine.stream import OutputStream
 
 log = logging.getLogger(__name__)
 

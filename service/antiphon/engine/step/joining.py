@@ -6,9 +6,8 @@ import logging
 from collections.abc import Iterable
 
 from antiphon.domain.request import Readout
-from antiphon.engine.scheduling.early import early_groups, may_encode_early
-from antiphon.engine.scheduling.scheduler import MAX_DEFERRED_STEPS, schedule
-from antiphon.engine.sequences.sequence import SequenceGroup, SequenceState, sequences_of
+from antiphon.engine.scheduler import MAX_DEFERRED_STEPS, early_groups, may_encode_early, schedule
+from antiphon.engine.sequence import SequenceGroup, SequenceState, sequences_of
 from antiphon.engine.step.drops import Drops
 from antiphon.engine.step.endings import Endings
 from antiphon.engine.step.parts import RunningState, StepParts

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 
 from antiphon.domain.cancellation import Cancellations
 from antiphon.domain.limits import EngineLimits
-from antiphon.engine.batch.rows import RunningRows
-from antiphon.engine.beams.beam_rows import BeamRows
-from antiphon.engine.cache.block_pool import BlockPool
-from antiphon.engine.cache.reservations import Reservations, empty_rows, may_run_short
-from antiphon.engine.queue.request_queue import RequestQueue
-from antiphon.engine.scheduling.row_turns import RowTurns
-from antiphon.engine.sequences.sequence import SequenceGroup
+from antiphon.engine.batch import RunningRows
+from antiphon.engine.beam_search import BeamRows
+from antiphon.engine.kv_cache import BlockPool
+from antiphon.engine.request_queue import RequestQueue
+from antiphon.engine.reservations import Reservations, empty_rows, may_run_short
+from antiphon.engine.row_budget import RowTurns
+from antiphon.engine.sequence import SequenceGroup
 from antiphon.observability.metrics.engine_metrics import Metrics
 from antiphon.runtime.runner import Runner
 

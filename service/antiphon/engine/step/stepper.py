@@ -12,8 +12,7 @@ from antiphon.domain.cancellation import CancelCause
 from antiphon.domain.errors import AntiphonError
 from antiphon.domain.request import FinishReason
 from antiphon.engine.scheduling.preemption import Preemption
-from antiphon.engine.sequences.sequence import SequenceGroup
-from antiphon.engine.sequences.stream import Publisher
+from antiphon.engine.sequence import SequenceGroup
 from antiphon.engine.step.decoding import Decoding, StepTokens
 from antiphon.engine.step.drops import Drops
 from antiphon.engine.step.empty_rows import EmptyRows
@@ -21,6 +20,7 @@ from antiphon.engine.step.endings import Endings
 from antiphon.engine.step.joining import Joining
 from antiphon.engine.step.occupancy import Occupancy
 from antiphon.engine.step.parts import RunningState, StepParts
+from antiphon.engine.stream import Publisher
 
 
 class Stepper:

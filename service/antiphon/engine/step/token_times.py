@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from antiphon.engine.batch.rows import RunningRows
+from antiphon.engine.batch import RunningRows
 from antiphon.observability.metrics.engine_metrics import Metrics
 
 

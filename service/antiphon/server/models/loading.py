@@ -12,8 +12,8 @@ from antiphon.bundle.manifest import Bundle, BundleError, GraphSet, load_bundle
 from antiphon.bundle.position_tables import read_position_tables
 from antiphon.domain.errors import InvalidArgument
 from antiphon.domain.limits import EncodeBudget, EngineLimits
+from antiphon.engine.admission import limits_of
 from antiphon.engine.engine import Engine
-from antiphon.engine.scheduling.admission import limits_of
 from antiphon.observability.metrics.engine_metrics import Metrics
 from antiphon.observability.metrics.metric_families import MetricFamilies
 from antiphon.ops.cache_geometry import BLOCK_SIZE, blocks_of_longest

@@ -21,7 +21,7 @@ import uvloop
 from prometheus_client import CollectorRegistry
 
 from antiphon.domain.errors import OverBudget
-from antiphon.engine.interpreter import interpreter_for_steps
+from antiphon.engine.engine import interpreter_for_steps
 from antiphon.observability.logs.formats import configure_logging
 from antiphon.observability.telemetry import Telemetry
 from antiphon.rpc.calls.connections.ports import PortError

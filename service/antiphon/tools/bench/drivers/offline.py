@@ -14,9 +14,8 @@ from prometheus_client import CollectorRegistry
 from antiphon.domain.limits import EngineLimits
 from antiphon.domain.request import Arrival, FinishReason, SamplingParams, TokenEvent
 from antiphon.domain.tasks import Generate
-from antiphon.engine.engine import Engine
-from antiphon.engine.interpreter import interpreter_for_steps
-from antiphon.engine.sequences.stream import OutputStream
+from antiphon.engine.engine import Engine, interpreter_for_steps
+from antiphon.engine.stream import OutputStream
 from antiphon.observability.metrics.engine_metrics import Metrics
 from antiphon.observability.metrics.metric_families import MetricFamilies
 from antiphon.runtime.runner import Runner

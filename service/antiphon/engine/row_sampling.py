@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from antiphon.engine.batch.first_input import forced_id
-from antiphon.engine.sequences.sequence import Sequence, SequenceGroup
+from antiphon.domain.request import Task
+from antiphon.engine.sequence import Sequence, SequenceGroup
 from antiphon.ops.counter_random import seed_of_output
 from antiphon.ops.sampling import FLOAT_PARAMS, INT_PARAMS, as_float32, neutral_sampling
 from antiphon.runtime.runner import SamplingArrays
@@ -121,3 +121,12 @@ def num_candidates(group: SequenceGroup) -> int:
     """
     params = group.request.params
     return params.beam_width * (2 + len(params.stop_ids))
+
+
+def forced_id(sequence: Sequence) -> int:
+    """Return the token that replaces the sequence's first sample; -1 if the first token is sampled."""
+    request = sequence.group.request
+    if request.task is Task.SCORE:
+        return request.target_ids[-1]
+    forced = request.params.forced_first_id
+    return -1 if forced is None or sequence.produced or sequence.group.is_beam_search else forced

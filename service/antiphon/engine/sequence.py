@@ -1,6 +1,6 @@
-"""Generation state of a request and of its rows.
+"""Generation state of a request and of its rows: plain data, changed by the engine's threads only.
 
-Plain data, changed by the engine's thread only. Values that change at every step (tokens, lengths) are in `batch/`.
+Values that change at every step (tokens, lengths) are in `batch`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from antiphon.domain.beam_steps import BeamStep
 from antiphon.domain.cancellation import CancelCause
 from antiphon.domain.request import Request, StopMatcher, Task, Timing
-from antiphon.engine.constraints.logits_processors import LogitsProcessors
-from antiphon.engine.sequences.stream import OutputStream, TokenSink
+from antiphon.engine.logits_processors import LogitsProcessors
+from antiphon.engine.stream import OutputStream, TokenSink
 
 # A token sampled from a narrowed distribution costs 1 / NARROWING_COST more than another. Measured with the shipped
 # model, whose short steps consist largely of sampling: a token takes 72 us of CPU with temperature alone, and 106 with

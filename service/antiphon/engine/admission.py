@@ -1,8 +1,4 @@
-"""Admission of requests: refuses those that can never run here, and computes the blocks of the others.
-
-Turns a request into a waiting group, or refuses it and names the field. Knows limits; does not know running requests
-or free blocks.
-"""
+"""Admission of requests: refuses those that can never run here, and computes the blocks of the others."""
 
 from __future__ import annotations
 
@@ -13,9 +9,9 @@ from antiphon.domain.errors import InvalidArgument, InWords, Unsupported
 from antiphon.domain.limits import EngineLimits
 from antiphon.domain.ranges import check_tokens
 from antiphon.domain.request import Pooling, Request, Task, head_of
-from antiphon.engine.cache.reservations import first_blocks, may_run_short
-from antiphon.engine.sequences.sequence import SequenceGroup
-from antiphon.engine.sequences.stream import OutputStream
+from antiphon.engine.reservations import first_blocks, may_run_short
+from antiphon.engine.sequence import SequenceGroup
+from antiphon.engine.stream import OutputStream
 from antiphon.ops.cache_geometry import blocks_for
 from antiphon.runtime.runner import Runner
 

@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from antiphon.domain.request import Priority
-from antiphon.engine.batch.rows import RunningRows
-from antiphon.engine.cache.block_pool import BlockPool
-from antiphon.engine.sequences.sequence import Sequence, SequenceGroup
+from antiphon.engine.batch import RunningRows
+from antiphon.engine.kv_cache import BlockPool
+from antiphon.engine.sequence import Sequence, SequenceGroup
 from antiphon.observability.metrics.engine_metrics import CacheUse
 from antiphon.ops.cache_geometry import blocks_for, blocks_of_longest
 from antiphon.runtime.runner import Runner
