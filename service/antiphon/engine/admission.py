@@ -9,7 +9,7 @@ from antiphon.domain.errors import InvalidArgument, InWords, Unsupported
 from antiphon.domain.limits import EngineLimits
 from antiphon.domain.ranges import check_tokens
 from antiphon.domain.request import Pooling, Request, Task, head_of
-from antiphon.engine.reservations import first_blocks, may_run_short
+from antiphon.engine.kv_cache import first_blocks, may_run_short
 from antiphon.engine.sequence import SequenceGroup
 from antiphon.engine.stream import OutputStream
 from antiphon.ops.cache_geometry import blocks_for

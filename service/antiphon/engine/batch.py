@@ -20,7 +20,8 @@ from antiphon.engine.kv_cache import BlockTables
 from antiphon.engine.row_sampling import RowSampling, with_scored
 from antiphon.engine.sequence import Sequence, SequenceGroup
 from antiphon.engine.stream import TokenSink
-from antiphon.runtime.runner import DecodeBatch, SamplingArrays
+from antiphon.ops.cache_geometry import blocks_for
+from antiphon.runtime.runner import DecodeBatch, Runner, SamplingArrays
 
 
 class TokenHistory:
@@ -257,6 +258,16 @@ class RunningRows:
         parts = (*self.tables.arrays, *self._inputs.sampling.arrays, self.expiries.times_s, self._history.token_ids)
         self._arrays: tuple[NDArray[Any], ...] = (*own, *parts)  # each with one entry for each row
 
+    @classmethod
+    def of_runner(cls, runner: Runner, num_rows: int) -> RunningRows:
+        """Return num_rows empty rows. They keep their tokens if the runner can resume a preempted row."""
+        return cls(
+            num_rows,
+            self_width=blocks_for(runner.max_target_len, runner.block_size) if runner.has_decoder else 1,
+            cross_width=blocks_for(runner.max_source_len, runner.block_size) if runner.has_encoder else 1,
+            history_width=1 + runner.max_target_len if runner.has_decoder else 0,
+        )
+
     def __len__(self) -> int:
         return len(self.sequences)
 
@@ -297,6 +308,19 @@ class RunningRows:
         self._sinks = None
         self.num_changes += 1
         self._builder.rows_changed()
+
+    def slack(self, block_size: int) -> NDArray[np.int32]:
+        """Return the number of positions that each row can still write to."""
+        num_rows = len(self.sequences)
+        slack: NDArray[np.int32] = self._block_ends(block_size) - self.positions[:num_rows]
+        return slack
+
+    def num_short_within(self, num_steps: int, block_size: int) -> int:
+        """Return the number of rows that will need another block within num_steps steps."""
+        ends = self._block_ends(block_size)
+        num_rows = len(ends)
+        is_short = (ends - self.positions[:num_rows] <= num_steps) & (ends < self.end_positions[:num_rows])
+        return int(is_short.sum())
 
     def batch(self) -> DecodeBatch:
         """Return the next input of the runner."""
@@ -344,6 +368,11 @@ class RunningRows:
         """Return the groups whose deadline or time limit has come, in order of their rows, the last row first."""
         late = self.expiries.expired(len(self.sequences), now_s)
         return list(dict.fromkeys(self.sequences[row].group for row in late))
+
+    def _block_ends(self, block_size: int) -> NDArray[np.int32]:
+        """Return the first position beyond the blocks of each row."""
+        ends: NDArray[np.int32] = self.tables.num_own[: len(self.sequences)] * np.int32(block_size)
+        return ends
 
     def _fill(self, row: int, sequence: Sequence, bos_id: int) -> None:
         group = sequence.group

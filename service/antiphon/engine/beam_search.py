@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from antiphon.domain.beam_steps import Beam, BeamStep
 from antiphon.domain.request import EarlyStopping, FinishReason
 from antiphon.engine.batch import RunningRows
-from antiphon.engine.kv_cache import BlockPool
+from antiphon.engine.kv_cache import KVCache
 from antiphon.engine.row_sampling import num_candidates
 from antiphon.engine.sequence import SequenceGroup
 from antiphon.engine.stream import Item, TokenSink
@@ -300,13 +300,13 @@ class _Shape:
 class BeamRows:
     """All running beam searches, over the rows, blocks and caches of an engine."""
 
-    def __init__(self, rows: RunningRows, pool: BlockPool, runner: Runner) -> None:
+    def __init__(self, rows: RunningRows, cache: KVCache, runner: Runner) -> None:
         self._rows = rows
-        self._pool = pool
+        self._cache = cache
         self._runner = runner
         self._shapes: dict[tuple[int, int], _Shape] = {}
         self._of: dict[str, tuple[_Shape, _Running]] = {}
-        self._arrays = EngineRows(rows.token_ids, rows.positions, rows.tables.own, pool.block_size)
+        self._arrays = EngineRows(rows.token_ids, rows.positions, rows.tables.own, cache.pool.block_size)
 
     def __len__(self) -> int:
         return len(self._of)
@@ -386,7 +386,7 @@ class BeamRows:
         for slot in shared.full:
             group = shape.running[slot].group
             num_cached = int(self._rows.positions[rows[slot, 0]])
-            self._give_back(group, rows[slot], num_cached // self._pool.block_size)
+            self._give_back(group, rows[slot], num_cached // self._cache.pool.block_size)
         self._fork_processors(shape)
         return [shape.running[search.slot].group for search in ended]
 
@@ -396,8 +396,7 @@ class BeamRows:
         written = {block for sequence in group.sequences for block in sequence.self_block_table[:num_full]}
         unread = (written - named) & group.blocks
         if unread:
-            self._pool.free(unread)
-            group.blocks -= unread
+            self._cache.free_unread(group, unread)
 
     def _fork_processors(self, shape: _Shape) -> None:
         for running in shape.running:

@@ -16,7 +16,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from antiphon.domain.cancellation import CancelCause, Cancellations
 from antiphon.domain.errors import AntiphonError, DeadlineExceeded, EngineFault, InvalidArgument, Unavailable
@@ -26,8 +26,7 @@ from antiphon.engine.admission import admit, check_ability, limits_of
 from antiphon.engine.kv_cache import BlockHolder, BlockPool, holder_of
 from antiphon.engine.request_queue import RequestQueue
 from antiphon.engine.sequence import SequenceGroup
-from antiphon.engine.step.parts import StepParts
-from antiphon.engine.step.stepper import Stepper
+from antiphon.engine.step import EngineState, Stepper
 from antiphon.engine.stream import OutputStream, Publisher
 from antiphon.observability.metrics.engine_metrics import Metrics
 from antiphon.runtime.runner import EncodeReport, Runner
@@ -65,7 +64,7 @@ class Heartbeat:
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
-class Lane:
+class LaneThread:
     """Stepper, runner and thread of one lane.
 
     seen_steps: number of steps of all lanes at the beginning of its own last step.
@@ -79,7 +78,7 @@ class Lane:
     seen_steps: int = -1
     is_resting: bool = False
 
-    def make_thread(self, index: int, run: Callable[[Lane], None]) -> None:
+    def make_thread(self, index: int, run: Callable[[LaneThread], None]) -> None:
         """Make the thread, which calls run with this lane."""
         name = "antiphon-engine" if index == 0 else f"antiphon-engine-{index}"
         self.thread = threading.Thread(target=run, args=(self,), name=name, daemon=True)
@@ -161,8 +160,8 @@ class Engine:
         self._cancellations = Cancellations()
         self._metrics = metrics
         self._clock = clock
-        parts = StepParts(
-            runner=runner,
+        state = EngineState(
+            runner,
             queue=self._queue,
             pool=self._pool,
             limits=limits,
@@ -172,10 +171,10 @@ class Engine:
             cancellations=self._cancellations,
         )
         self._lanes = [
-            Lane(stepper=Stepper(replace(parts, runner=one)), runner=one, heartbeat=Heartbeat(clock))
+            LaneThread(stepper=Stepper(state, one), runner=one, heartbeat=Heartbeat(clock))
             for one in (runner, *further)
         ]
-        self._state_lock = parts.lock
+        self._state_lock = state.lock
         self._wake = threading.Condition()
         self._num_steps = 0  # of all lanes
         self._num_steps_seen = self._num_steps_freed = -1  # when idle caches were looked for, and freed
@@ -374,7 +373,7 @@ class Engine:
             self._metrics.submitted(request.task, request.priority)
             self._wake_lanes()
 
-    def _run(self, lane: Lane) -> None:
+    def _run(self, lane: LaneThread) -> None:
         try:
             while self._await_work(lane):
                 lane.stepper.step()
@@ -400,7 +399,7 @@ class Engine:
             self._is_stopping = True
             self._wake.notify_all()
 
-    def _stepped(self, lane: Lane) -> None:
+    def _stepped(self, lane: LaneThread) -> None:
         """Wake lanes that wait for what this step may have freed."""
         if len(self._lanes) == 1:
             return
@@ -410,7 +409,7 @@ class Engine:
                 if any(one.is_resting for one in self._lanes):
                     self._wake.notify_all()
 
-    def _test_model(self, lane: Lane) -> None:
+    def _test_model(self, lane: LaneThread) -> None:
         """Run the model without requests. Raises its error, which ends the engine; else requests caused the faults."""
         with self._state_lock:
             if self._pool.num_used:  # running requests will show a fault of the model
@@ -428,7 +427,7 @@ class Engine:
         ]
         Publisher().publish((), [], finals)
 
-    def _await_work(self, lane: Lane) -> bool:
+    def _await_work(self, lane: LaneThread) -> bool:
         """Wait until the lane has work. Return False when its thread must end."""
         with self._wake:
             while not (self._is_stopping or self._has_work(lane)):
@@ -443,7 +442,7 @@ class Engine:
             lane.seen_steps = self._num_steps
             return not self._is_stopping
 
-    def _has_work(self, lane: Lane) -> bool:
+    def _has_work(self, lane: LaneThread) -> bool:
         """Return whether a step of the lane could do something that its last step could not."""
         stepper = lane.stepper
         return stepper.has_work and not (stepper.may_rest and lane.seen_steps == self._num_steps)

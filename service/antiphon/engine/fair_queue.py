@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -44,6 +44,46 @@ class ClientTotals:
     num_requests: int
     num_source_tokens: int
     cost: int
+
+
+class FairOrder:
+    """Groups of a fair queue in order of service.
+
+    next: the group that is served next; None after the last.
+    """
+
+    def __init__(self, turns: list[_Turn], next_ticket: int) -> None:
+        """turns: a heap, which the iteration changes. next_ticket: first ticket that no client has."""
+        self.next: SequenceGroup | None = None
+        self._turns = turns
+        self._next_ticket = next_ticket
+        self._begun: dict[int, Iterator[SequenceGroup]] = {}  # by ticket: later groups of a client that had a turn
+        self._start = 0.0
+        self._client: _Client | None = None
+        self._groups: Iterator[SequenceGroup] = iter(())  # later groups of the same client
+        self.skip_client()
+
+    def serve(self) -> None:
+        """Go on as if the next group were served: the next turn of its client starts later by the group's cost."""
+        assert self.next is not None
+        assert self._client is not None
+        heapq.heappush(self._turns, (self._start + self.next.cost, self._next_ticket, self._client))
+        self._begun[self._next_ticket] = self._groups
+        self._next_ticket += 1
+        self.skip_client()
+
+    def skip_client(self) -> None:
+        """Leave out the next group, and the later groups of its client."""
+        self.next = None
+        while self._turns and self.next is None:
+            self._start, ticket, client = heapq.heappop(self._turns)
+            groups = self._begun.pop(ticket, None)
+            if groups is None:
+                if ticket != client.ticket:
+                    continue
+                groups = iter(client.waiting.values())
+            self._client, self._groups = client, groups
+            self.next = next(groups, None)
 
 
 class FairQueue:
@@ -90,25 +130,9 @@ class FairQueue:
         """Remove a group without serving it."""
         self._leave(group, self._clients[group.request.client].start)
 
-    def in_turn(self, may_join: Callable[[SequenceGroup], bool]) -> Iterator[SequenceGroup]:
-        """Return every group in order of service. The queue must not change during the iteration.
-
-        may_join: called for each group in its turn. If it returns False, this group and the later groups of the same
-                client are left out.
-        """
-        turns, tickets = self._turns.copy(), itertools.count(self._next_ticket)
-        begun: dict[int, Iterator[SequenceGroup]] = {}  # by ticket: further groups of a client that had a turn
-        while turns:
-            start, ticket, client = heapq.heappop(turns)
-            groups = begun.pop(ticket, None)
-            if groups is None:
-                if ticket != client.ticket:
-                    continue
-                groups = iter(client.waiting.values())
-            if (group := next(groups, None)) is not None and may_join(group):
-                yield group
-                begun[again := next(tickets)] = groups
-                heapq.heappush(turns, (start + group.cost, again, client))
+    def in_order(self) -> FairOrder:
+        """Return the groups in order of service. The queue must not change during the iteration."""
+        return FairOrder(self._turns.copy(), self._next_ticket)
 
     def _leave(self, group: SequenceGroup, end: float) -> None:
         name = group.request.client
@@ -121,7 +145,7 @@ class FairQueue:
             self._remember(name, end)
         elif end != client.start:
             self._turn(client, end)
-        while self._turns and self._turns[0][1] != self._turns[0][2].ticket:  # else every `in_turn` passes them
+        while self._turns and self._turns[0][1] != self._turns[0][2].ticket:  # else every iteration passes them
             heapq.heappop(self._turns)
 
     def _turn(self, client: _Client, start: float) -> None:
@@ -161,6 +185,51 @@ class QueueEntry(NamedTuple):
     cost: int
 
 
+class OrderOfService:
+    """Iterator over waiting groups in order of service, as if every one were served that is not skipped."""
+
+    def __init__(
+        self, preempted: list[SequenceGroup], interactive: FairOrder, batch: FairOrder, batch_debt: int
+    ) -> None:
+        self._preempted = preempted[::-1]
+        self._interactive = interactive
+        self._batch = batch
+        self._batch_debt = batch_debt
+        self._last: FairOrder | None = None  # of the last group; None if it was preempted or skipped
+
+    def __iter__(self) -> OrderOfService:
+        return self
+
+    def __next__(self) -> SequenceGroup:
+        self._serve_last()
+        if self._preempted:
+            return self._preempted.pop()
+        first, second = self._interactive.next, self._batch.next
+        if second is not None and (first is None or self._batch_debt >= INTERACTIVE_SHARE * second.cost):
+            self._last = self._batch
+            return second
+        if first is None:
+            raise StopIteration
+        self._last = self._interactive
+        return first
+
+    def skip_client(self) -> None:
+        """Leave out the last group. If it is new, leave out the later groups of its client and priority too."""
+        if self._last is not None:
+            self._last.skip_client()
+            self._last = None
+
+    def _serve_last(self) -> None:
+        order, self._last = self._last, None
+        if order is None or order.next is None:
+            return
+        if order is self._batch:
+            self._batch_debt = max(0, self._batch_debt - INTERACTIVE_SHARE * order.next.cost)
+        else:
+            self._batch_debt += order.next.cost
+        order.serve()
+
+
 class ServiceOrder:
     """Waiting groups in the order in which they are served.
 
@@ -169,7 +238,7 @@ class ServiceOrder:
 
     def __init__(self) -> None:
         self._preempted: dict[str, SequenceGroup] = {}  # in the order in which they continue
-        self._lines = {priority: FairQueue() for priority in Priority}
+        self._queues = {priority: FairQueue() for priority in Priority}
         self._batch_debt = 0  # cost of interactive groups served while batch groups waited, minus the batch's share
 
     @property
@@ -185,7 +254,7 @@ class ServiceOrder:
     @property
     def new_cost(self) -> int:
         """Cost of the groups that have never run."""
-        return sum(line.cost for line in self._lines.values())
+        return sum(queue.cost for queue in self._queues.values())
 
     @property
     def clients(self) -> set[str]:
@@ -196,65 +265,61 @@ class ServiceOrder:
     @property
     def new_clients(self) -> set[str]:
         """Clients with a waiting request that has never run."""
-        return set().union(*(line.clients for line in self._lines.values()))
+        return set().union(*(queue.clients for queue in self._queues.values()))
 
     def totals_of(self, client: str) -> list[ClientTotals]:
         """Return the new requests of a client, one entry for each priority."""
-        return [line.totals_of(client) for line in self._lines.values()]
+        return [queue.totals_of(client) for queue in self._queues.values()]
 
     def add(self, group: SequenceGroup) -> None:
         """Append a new group to its client's requests."""
-        self._lines[group.request.priority].add(group)
+        self._queues[group.request.priority].add(group)
 
     def put_back(self, group: SequenceGroup) -> None:
         """Add a preempted group: interactive before batch, then the oldest first."""
         preempted = [*self._preempted.values(), group]
-        preempted.sort(key=lambda one: (one.request.priority is Priority.BATCH, one.ticket))
-        self._preempted = {one.request_id: one for one in preempted}
+        preempted.sort(key=lambda waiting: waiting.age)
+        self._preempted = {waiting.request_id: waiting for waiting in preempted}
 
     def take(self, group: SequenceGroup) -> bool:
         """Remove a group in order to serve it. Return True for a new one, False for a preempted one."""
         if self._preempted.pop(group.request_id, None) is not None:
             return False
-        self._lines[group.request.priority].take(group)
+        self._queues[group.request.priority].take(group)
         self._count_served(group)
         return True
 
     def remove(self, group: SequenceGroup) -> None:
         """Remove a group without serving it."""
         if self._preempted.pop(group.request_id, None) is None:
-            self._lines[group.request.priority].remove(group)
-            if not self._lines[Priority.BATCH]:
+            self._queues[group.request.priority].remove(group)
+            if not self._queues[Priority.BATCH]:
                 self._batch_debt = 0
 
-    def in_turn(self, may_join: Callable[[SequenceGroup], bool]) -> Iterator[SequenceGroup]:
-        """Return every group that may join, in order of service. The queue must not change during the iteration."""
-        yield from filter(may_join, self._preempted.values())
-        interactive = self._lines[Priority.INTERACTIVE].in_turn(may_join)
-        batch = self._lines[Priority.BATCH].in_turn(may_join)
-        debt, first, second = self._batch_debt, next(interactive, None), next(batch, None)
-        while first is not None or second is not None:
-            if second is not None and (first is None or debt >= INTERACTIVE_SHARE * second.cost):
-                yield second
-                debt, second = max(0, debt - INTERACTIVE_SHARE * second.cost), next(batch, None)
-            elif first is not None:
-                yield first
-                debt, first = debt + first.cost, next(interactive, None)
+    def in_order(self) -> OrderOfService:
+        """Return every group in order of service. The queue must not change during the iteration."""
+        queues = self._queues
+        return OrderOfService(
+            list(self._preempted.values()),
+            queues[Priority.INTERACTIVE].in_order(),
+            queues[Priority.BATCH].in_order(),
+            self._batch_debt,
+        )
 
     def cost_before(self, newcomer: QueueEntry) -> int:
         """Return the cost of the new groups that would be served before a newcomer."""
-        line = self._lines[newcomer.priority]
-        totals = line.totals_of(newcomer.client)
+        queue = self._queues[newcomer.priority]
+        totals = queue.totals_of(newcomer.client)
         own = totals.cost + newcomer.cost
-        others = len(line.clients) - (totals.num_requests > 0)
-        ahead = totals.cost + min(line.cost - totals.cost, others * own)
+        others = len(queue.clients) - (totals.num_requests > 0)
+        ahead = totals.cost + min(queue.cost - totals.cost, others * own)
         if newcomer.priority is Priority.BATCH:
-            return ahead + min(self._lines[Priority.INTERACTIVE].cost, INTERACTIVE_SHARE * (ahead + newcomer.cost))
-        return ahead + min(self._lines[Priority.BATCH].cost, ahead // INTERACTIVE_SHARE)
+            return ahead + min(self._queues[Priority.INTERACTIVE].cost, INTERACTIVE_SHARE * (ahead + newcomer.cost))
+        return ahead + min(self._queues[Priority.BATCH].cost, ahead // INTERACTIVE_SHARE)
 
     def _count_served(self, group: SequenceGroup) -> None:
         """Count the cost of a served group for the share of the batch groups."""
-        if not self._lines[Priority.BATCH]:
+        if not self._queues[Priority.BATCH]:
             self._batch_debt = 0
         elif group.request.priority is Priority.BATCH:
             self._batch_debt = max(0, self._batch_debt - INTERACTIVE_SHARE * group.cost)

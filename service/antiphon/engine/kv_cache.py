@@ -1,4 +1,11 @@
-"""Cache blocks: their pool, the blocks of each request, and the block tables of the rows."""
+"""Cache blocks: their pool, the blocks of each request, and the block tables of the rows.
+
+A block holds the keys and values of block_size tokens. A request holds the blocks of its source, which all its rows
+read, and blocks of each row's target. A row's tables name them in the order of the tokens:
+
+    source  5 tokens of 4 a block    cross table [7, 2]       read by every row of the request
+    target  9 tokens of 4 a block    self table  [3, 11, 5]   written at position 9: block 5, offset 1
+"""
 
 from __future__ import annotations
 
@@ -10,6 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from antiphon.engine.sequence import Sequence, SequenceGroup
+from antiphon.observability.metrics.engine_metrics import CacheUse
+from antiphon.ops.cache_geometry import blocks_for, blocks_of_longest
+from antiphon.runtime.runner import Runner
 
 
 class OutOfBlocks(Exception):
@@ -65,6 +75,81 @@ class BlockPool:
         for block in returned:
             self._is_used[block] = 0
         self._free.extend(reversed(returned))
+
+
+class KVCache:
+    """Blocks of the requests that all lanes have admitted.
+
+    num_cross_blocks: blocks of sources in use.
+    """
+
+    def __init__(self, pool: BlockPool) -> None:
+        self.pool = pool
+        self.num_cross_blocks = 0
+
+    def use(self, bytes_per_token: int) -> CacheUse:
+        """Return the present division of the pool."""
+        return CacheUse(
+            num_self=self.pool.num_used - self.num_cross_blocks,
+            num_cross=self.num_cross_blocks,
+            num_free=self.pool.num_free,
+            block_bytes=self.pool.block_size * bytes_per_token,
+        )
+
+    def allocate(self, group: SequenceGroup) -> None:
+        """Give a joining group the blocks of its source, and its starting sequences their first blocks."""
+        group.cross_block_table = self.pool.allocate(group.num_cross_blocks)
+        group.hold(group.cross_block_table)
+        for sequence in group.starting:
+            self.allocate_output(sequence)
+        self.num_cross_blocks += group.num_cross_blocks
+
+    def allocate_output(self, sequence: Sequence) -> None:
+        """Give one output of a group its first blocks."""
+        sequence.self_block_table = self.pool.allocate(sequence.group.num_first_blocks)
+        sequence.group.hold(sequence.self_block_table)
+
+    def append(self, sequence: Sequence) -> None:
+        """Give an output one more block."""
+        blocks = self.pool.allocate(1)
+        sequence.self_block_table += blocks
+        sequence.group.hold(blocks)
+
+    def free(self, group: SequenceGroup) -> None:
+        """Free all blocks of a group."""
+        self.pool.free(group.blocks)
+        group.blocks = set()
+        self.num_cross_blocks -= group.num_cross_blocks
+
+    def free_preempted(self, group: SequenceGroup) -> None:
+        """Free all blocks of a preempted group; to continue, it needs blocks for all tokens it has produced."""
+        self.free(group)
+        if not group.grows:
+            return
+        num_produced = sum(len(sequence.produced) for sequence in group.sequences)
+        num_fed = 1 + len(group.request.prefix_ids) + num_produced
+        group.num_first_blocks = first_blocks(num_fed, group.num_self_blocks, self.pool.block_size)
+
+    def free_output(self, sequence: Sequence) -> None:
+        """Free the blocks of one output of a group."""
+        self.free_unread(sequence.group, set(sequence.self_block_table) & sequence.group.blocks)
+
+    def free_unread(self, group: SequenceGroup, blocks: set[int]) -> None:
+        """Free blocks of a group that none of its rows reads any more."""
+        self.pool.free(blocks)
+        group.blocks -= blocks
+
+
+def may_run_short(runner: Runner, num_rows: int) -> bool:
+    """Return whether num_rows rows could need more blocks than the pool has."""
+    source_len = runner.max_source_len if runner.has_encoder else 0
+    longest = blocks_of_longest(source_len, runner.max_target_len, runner.block_size)
+    return runner.has_decoder and runner.num_blocks < num_rows * longest
+
+
+def first_blocks(num_fed: int, num_self_blocks: int, block_size: int) -> int:
+    """Return the number of blocks for num_fed target tokens and one more, at most that of the longest target."""
+    return min(blocks_for(num_fed + 1, block_size), num_self_blocks)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from antiphon.runtime.runner import NONE_ALLOWED, NOT_FINITE, Samples
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class EndedOutput:
     """An output that ends. logprobs: those of the token that ended it, or of the complete scored target."""
 
     sequence: Sequence
@@ -35,7 +35,7 @@ class Committed:
 
     sinks: tuple[TokenSink, ...]
     items: list[Item]
-    ended: list[Ended]
+    ended: list[EndedOutput]
 
 
 def commit(rows: RunningRows, samples: Samples, eos_id: int) -> Committed:
@@ -54,7 +54,7 @@ def commit(rows: RunningRows, samples: Samples, eos_id: int) -> Committed:
         is_done[list(stopped)] = True
         for row in reversed(np.flatnonzero(is_done).tolist()):
             reason = stopped.get(row) or _reason(int(token_ids[row]), eos_id)
-            ended.append(Ended(rows.sequences[row], reason, last.get(row, ())))
+            ended.append(EndedOutput(rows.sequences[row], reason, last.get(row, ())))
     if is_silent.any():
         streamed = np.flatnonzero(~is_silent).tolist()
         return Committed(tuple(sinks[row] for row in streamed), [items[row] for row in streamed], ended)

@@ -11,12 +11,13 @@ import heapq
 import itertools
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from antiphon.domain.errors import DeadlineExceeded, QueueFull, Unavailable
 from antiphon.domain.limits import EngineLimits
 from antiphon.domain.request import Priority
-from antiphon.engine.fair_queue import QueueEntry, ServiceOrder
+from antiphon.engine.fair_queue import OrderOfService, QueueEntry, ServiceOrder
 from antiphon.engine.sequence import SequenceGroup
 
 # Busy seconds over which the rate is smoothed: longer than one answer, shorter than a change of load.
@@ -310,16 +311,16 @@ class RequestQueue:
             self._groups.add(group)
             self._order.put_back(group)
 
-    def peek(
-        self, max_groups: int, may_join: Callable[[SequenceGroup], bool] = lambda group: True
-    ) -> list[SequenceGroup]:
-        """Return the groups in order of service, without taking them out.
-
-        may_join: called for each group in its turn. If it returns False, the later new groups of the same client are
-            left out too.
-        """
+    def peek(self, max_groups: int) -> list[SequenceGroup]:
+        """Return the first groups in order of service, without taking them out."""
         with self._lock:
-            return list(itertools.islice(self._order.in_turn(may_join), max_groups))
+            return list(itertools.islice(self._order.in_order(), max_groups))
+
+    @contextmanager
+    def in_order(self) -> Iterator[OrderOfService]:
+        """Iterate over the groups in order of service. Every other method of the queue waits meanwhile."""
+        with self._lock:
+            yield self._order.in_order()
 
     def take(self, request_id: str, now_s: float) -> SequenceGroup | None:
         """Take out one group in order to serve it; None if it does not wait here."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from antiphon.domain.beam_steps import BeamStep
 from antiphon.domain.cancellation import CancelCause
-from antiphon.domain.request import Request, StopMatcher, Task, Timing
+from antiphon.domain.request import Priority, Request, StopMatcher, Task, Timing
 from antiphon.engine.logits_processors import LogitsProcessors
 from antiphon.engine.stream import OutputStream, TokenSink
 
@@ -142,6 +142,11 @@ class SequenceGroup:
     def request_id(self) -> str:
         """The request's id."""
         return self.request.request_id
+
+    @property
+    def age(self) -> tuple[bool, int]:
+        """Sort key of admitted groups: interactive before batch, then the oldest first."""
+        return self.request.priority is Priority.BATCH, self.ticket
 
     @property
     def is_beam_search(self) -> bool:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from antiphon.domain.errors import InvalidArgument, QueueFull
 from antiphon.domain.request import FinishReason, Priority, SamplingParams, TokenEvent
 from antiphon.domain.tasks import Generate
-from antiphon.engine.reservations import LOOKAHEAD_STEPS
+from antiphon.engine.row_budget import LOOKAHEAD_STEPS
 from antiphon.engine.sequence import SequenceGroup, SequenceState
 from tests.fakes import changed, request_of, scored, source_of
 from tests.unit.engine.step_bench import BLOCK_SIZE, Bench, expected
