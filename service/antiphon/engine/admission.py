@@ -154,8 +154,8 @@ def _too_large(group: SequenceGroup, limits: AdmissionLimits) -> InvalidArgument
     if request.num_prompt_ids and room + prefix_len < 1:
         return InvalidArgument("source", asked_len, f"at most {room_blocks * limits.block_size - 1} tokens long")
     if request.task is Task.SCORE:
-        held = len(request.target_ids)
-        return InvalidArgument("target", InWords(f"{held} tokens long"), f"at most {room + 1} tokens long")
+        target_len = len(request.target_ids)
+        return InvalidArgument("target", InWords(f"{target_len} tokens long"), f"at most {room + 1} tokens long")
     if room < 1:
         return InvalidArgument(
             "prefix", InWords(f"{prefix_len} tokens long"), f"at most {prefix_len + room - 1} tokens long"

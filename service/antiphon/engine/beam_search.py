@@ -146,12 +146,12 @@ class BeamSearches:
         """
         arrays, searches = self._arrays, self.searches
         ended = arrays.choose(candidates, rows)
-        for one in ended:
-            self._finish(searches[one.slot], one)
+        for candidate in ended:
+            self._finish(searches[candidate.slot], candidate)
         keeps_logprobs = any(search.settings.keeps_logprobs for search in searches)
         self._agreed = arrays.remember(len(searches), keeps_logprobs=keeps_logprobs)
         for search in self._recorded:
-            self._record(search, [one for one in ended if one.slot == search.slot])
+            self._record(search, [candidate for candidate in ended if candidate.slot == search.slot])
         is_over: list[bool] = arrays.is_over[: len(searches)].tolist()
         return [search for search in searches if is_over[search.slot] or not self._may_improve(search)]
 
@@ -168,7 +168,7 @@ class BeamSearches:
 
         These are the tokens that all live beams and the best finished hypothesis share.
         """
-        found = []
+        agreed: list[tuple[Search, list[int]]] = []
         for slot, beam, count in self._agreed:
             search = self.searches[slot]
             known = int(self._arrays.num_streamed[slot])
@@ -176,11 +176,11 @@ class BeamSearches:
             if search.finished:
                 # text_ids omits the token that ended the hypothesis; at the last step beams have end tokens too.
                 best = search.finished[0].text_ids[known:]
-                tokens = [one for one, _ in itertools.takewhile(_is_same, zip(tokens, best, strict=False))]
+                tokens = [token_id for token_id, _ in itertools.takewhile(_is_same, zip(tokens, best, strict=False))]
             self._arrays.num_streamed[slot] = known + len(tokens)
-            found.append((search, tokens))
+            agreed.append((search, tokens))
         self._agreed = []
-        return found
+        return agreed
 
     def num_streamed(self, search: Search) -> int:
         """Return the number of tokens of its first output that were streamed."""
@@ -188,12 +188,13 @@ class BeamSearches:
 
     def hypotheses(self, search: Search, count: int, *, reason: FinishReason | None = None) -> list[Hypothesis]:
         """Return the best `count` hypotheses, best first. With a reason, live beams end with it and are included."""
-        found = list(search.finished)
+        hypotheses = list(search.finished)
         if reason is not None and self._length(search):
             scores = self._arrays.scores[search.slot].tolist()
-            found += [self._cut(search, beam, reason) for beam, score in enumerate(scores) if score > _LEAST_ALIVE]
-            found.sort(key=_by_score)
-        return found[:count]
+            alive = [beam for beam, score in enumerate(scores) if score > _LEAST_ALIVE]
+            hypotheses += [self._cut(search, beam, reason) for beam in alive]
+            hypotheses.sort(key=_by_score)
+        return hypotheses[:count]
 
     def _finish(self, search: Search, ended: Ended) -> None:
         """Turn a candidate that ends, of the best `width`, into a hypothesis if it is one of the best."""
@@ -238,9 +239,9 @@ class BeamSearches:
             moves = zip(*self.moves(search), totals, strict=True)
             live = tuple(Beam(*move) for move in moves if move[2] > _LEAST_ALIVE)
         finished = tuple(
-            Beam(one.parent, one.token_id, one.total, _score(one.total, length, settings))
-            for one in ended
-            if one.total > _LEAST_ALIVE
+            Beam(candidate.parent, candidate.token_id, candidate.total, _score(candidate.total, length, settings))
+            for candidate in ended
+            if candidate.total > _LEAST_ALIVE
         )
         search.steps.append(BeamStep(live, finished))
 
@@ -336,10 +337,10 @@ class BeamRows:
 
     def remove(self, group: SequenceGroup) -> None:
         """Remove the search of a group, if it has one."""
-        found = self._of.pop(group.request_id, None)
-        if found is None:
+        entry = self._of.pop(group.request_id, None)
+        if entry is None:
             return
-        shape, running = found
+        shape, running = entry
         slot, last = running.search.slot, shape.running.pop()
         if shape.searches.remove(running.search) is not None:
             shape.running[slot] = last
@@ -369,8 +370,8 @@ class BeamRows:
         """
         shape, running = self._of[group.request_id]
         count = group.request.params.num_return_sequences
-        found = shape.searches.hypotheses(running.search, count, reason=reason)
-        return found, shape.searches.num_streamed(running.search)
+        hypotheses = shape.searches.hypotheses(running.search, count, reason=reason)
+        return hypotheses, shape.searches.num_streamed(running.search)
 
     def steps(self, group: SequenceGroup) -> tuple[BeamStep, ...]:
         """Return the steps of a group's search so far; empty unless its request asks for them."""
@@ -405,12 +406,12 @@ class BeamRows:
                 continue
             parents, token_ids = shape.searches.moves(running.search)
             before = [sequence.processors for sequence in sequences]
-            taken: set[int] = set()
+            used: set[int] = set()
             for sequence, parent in zip(sequences, parents, strict=True):
                 processors = before[parent]
                 assert processors is not None
-                sequence.processors = processors.fork() if parent in taken else processors
-                taken.add(parent)
+                sequence.processors = processors.fork() if parent in used else processors
+                used.add(parent)
             for sequence, token_id in zip(sequences, token_ids, strict=True):
                 assert sequence.processors is not None
                 sequence.processors.push(token_id)

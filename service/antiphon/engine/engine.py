@@ -1,9 +1,12 @@
 """The engine's threads and its public methods: submit, cancel, drain, stop.
 
-Each lane has one thread, which owns its sequences and runs steps (`step/`) while there is work; otherwise it waits on a
-condition and uses no CPU. All lanes share one queue and one pool of blocks under one lock, which a lane holds except
-while its runner computes: Python's work of one lane runs while the graphs of the others run. Every request that
-`submit` accepts receives exactly one terminal event, also after faults.
+Each lane has one thread, which runs steps (`step.py`) while there is work; otherwise it waits on a condition and uses
+no CPU. Every request that `submit` accepts receives exactly one terminal event, also after faults.
+
+Locks. `EngineState.lock` protects sequences, rows, blocks and the row budget of all lanes. A lane holds it during a
+step, except while its runner computes: Python's work of one lane runs while the graphs of the others run. `_wake`
+protects the flags of the engine and lets idle lanes wait; no step runs under it. A thread that holds one of the two
+takes no other lock than that of the queue.
 """
 
 from __future__ import annotations
@@ -29,8 +32,20 @@ from antiphon.engine.sequence import SequenceGroup
 from antiphon.engine.step import EngineState, Stepper
 from antiphon.engine.stream import OutputStream, Publisher
 from antiphon.observability.metrics.engine_metrics import Metrics
-from antiphon.runtime.runner import EncodeReport, Runner
+from antiphon.runtime.runner import Runner
 from antiphon.runtime.warm_up import warm_up
+
+log = logging.getLogger(__name__)
+
+# Number of consecutive failed steps after which the model itself is tested.
+MAX_FAILED_STEPS = 8
+# Time for the current step to end when all requests must end. The longest step of a large model takes one or two
+# seconds.
+_STOP_PATIENCE_S = 10.0
+# Longest time for which the event loop may hold the interpreter lock. The default, 5 ms, is several engine steps.
+_SWITCH_INTERVAL_S = 0.001
+# New objects after which the garbage collector runs. One step creates more than the default of 700.
+_COLLECT_AFTER = 10_000
 
 
 class Heartbeat:
@@ -99,45 +114,10 @@ class LaneThread:
         return "".join(traceback.format_stack(frame)) if frame is not None else "the thread is gone\n"
 
 
-# Longest time for which the event loop may hold the interpreter lock. The default, 5 ms, is several engine steps.
-_SWITCH_INTERVAL_S = 0.001
-# New objects after which the garbage collector runs. One step creates more than the default of 700.
-_COLLECT_AFTER = 10_000
-
-
-@contextmanager
-def interpreter_for_steps() -> Iterator[None]:
-    """Pass the interpreter lock on sooner, and collect garbage less often: a collection stops engine and event loop.
-
-    Existing objects are never collected meanwhile. Models are loaded later, so that an unloaded model is.
-    """
-    interval_s, thresholds = sys.getswitchinterval(), gc.get_threshold()
-    gc.freeze()
-    gc.set_threshold(_COLLECT_AFTER, *thresholds[1:])
-    sys.setswitchinterval(_SWITCH_INTERVAL_S)
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(interval_s)
-        gc.set_threshold(*thresholds)
-        gc.unfreeze()
-
-
-__all__ = ["EncodeReport", "Engine", "Runner"]
-
-log = logging.getLogger(__name__)
-
-# Number of consecutive failed steps after which the model itself is tested.
-MAX_FAILED_STEPS = 8
-# Time for the current step to end when all requests must end. The longest step of a large model takes one or two
-# seconds.
-_STOP_PATIENCE_S = 10.0
-
-
 class Engine:
     """Serves requests with the runners of one model. Methods are safe from any thread; only drain and stop block.
 
-    further: runners of further lanes, over the same cache blocks as the first.
+    more_runners: runners of more lanes, over the same cache blocks as the first.
     Construction raises ValueError, which names the limit that the runner cannot serve.
     """
 
@@ -147,11 +127,12 @@ class Engine:
         limits: EngineLimits,
         metrics: Metrics,
         *,
-        further: Sequence[Runner] = (),
+        more_runners: Sequence[Runner] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        for one in (runner, *further):
-            _check_rows(one, limits)
+        runners = (runner, *more_runners)
+        for lane_runner in runners:
+            _check_rows(lane_runner, limits)
         self._limits = limits
         self._pool = BlockPool(runner.num_blocks, runner.block_size)
         self._admission = limits_of(runner, limits)
@@ -171,8 +152,8 @@ class Engine:
             cancellations=self._cancellations,
         )
         self._lanes = [
-            LaneThread(stepper=Stepper(state, one), runner=one, heartbeat=Heartbeat(clock))
-            for one in (runner, *further)
+            LaneThread(stepper=Stepper(state, lane_runner), runner=lane_runner, heartbeat=Heartbeat(clock))
+            for lane_runner in runners
         ]
         self._state_lock = state.lock
         self._wake = threading.Condition()
@@ -241,8 +222,8 @@ class Engine:
         event loop. Steps wait only while the blocks are copied.
         """
         with self._state_lock:
-            held = [holder_of(group) for lane in self._lanes for group in lane.stepper.admitted if group.blocks]
-        return sorted(held, key=lambda holder: holder.ticket)
+            holders = [holder_of(group) for lane in self._lanes for group in lane.stepper.admitted if group.blocks]
+        return sorted(holders, key=lambda holder: holder.ticket)
 
     def free_idle_cache(self) -> None:
         """Return the cache's memory to the system if no request came since the last call. Blocks as block_holders does.
@@ -406,7 +387,7 @@ class Engine:
         with self._wake:
             if not lane.stepper.may_rest:
                 self._num_steps += 1
-                if any(one.is_resting for one in self._lanes):
+                if any(other.is_resting for other in self._lanes):
                     self._wake.notify_all()
 
     def _test_model(self, lane: LaneThread) -> None:
@@ -461,3 +442,21 @@ def _check_rows(runner: Runner, limits: EngineLimits) -> None:
         raise ValueError(
             f"max_num_seqs is {limits.max_num_seqs}; it must be 1 to {runner.max_rows}, the rows of the model's caches"
         )
+
+
+@contextmanager
+def interpreter_for_steps() -> Iterator[None]:
+    """Pass the interpreter lock on sooner, and collect garbage less often: a collection stops engine and event loop.
+
+    Existing objects are never collected meanwhile. Models are loaded later, so that an unloaded model is.
+    """
+    interval_s, thresholds = sys.getswitchinterval(), gc.get_threshold()
+    gc.freeze()
+    gc.set_threshold(_COLLECT_AFTER, *thresholds[1:])
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(interval_s)
+        gc.set_threshold(*thresholds)
+        gc.unfreeze()

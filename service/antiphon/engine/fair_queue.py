@@ -107,8 +107,8 @@ class FairQueue:
 
     def totals_of(self, client: str) -> ClientTotals:
         """Return the waiting requests of a client."""
-        found = self._clients.get(client)
-        return ClientTotals(len(found.waiting), found.num_source_tokens, found.cost) if found else ClientTotals(0, 0, 0)
+        entry = self._clients.get(client)
+        return ClientTotals(len(entry.waiting), entry.num_source_tokens, entry.cost) if entry else ClientTotals(0, 0, 0)
 
     def add(self, group: SequenceGroup) -> None:
         """Append a group to its client's requests."""
@@ -152,7 +152,9 @@ class FairQueue:
         client.start, client.ticket = start, self._next_ticket
         self._next_ticket += 1
         if len(self._turns) > 2 * len(self._clients) + 16:  # most are stale
-            self._turns = [(one.start, one.ticket, one) for one in self._clients.values() if one is not client]
+            self._turns = [
+                (other.start, other.ticket, other) for other in self._clients.values() if other is not client
+            ]
             heapq.heapify(self._turns)
         heapq.heappush(self._turns, (start, client.ticket, client))
 
@@ -306,15 +308,15 @@ class ServiceOrder:
             self._batch_debt,
         )
 
-    def cost_before(self, newcomer: QueueEntry) -> int:
-        """Return the cost of the new groups that would be served before a newcomer."""
-        queue = self._queues[newcomer.priority]
-        totals = queue.totals_of(newcomer.client)
-        own = totals.cost + newcomer.cost
-        others = len(queue.clients) - (totals.num_requests > 0)
-        ahead = totals.cost + min(queue.cost - totals.cost, others * own)
-        if newcomer.priority is Priority.BATCH:
-            return ahead + min(self._queues[Priority.INTERACTIVE].cost, INTERACTIVE_SHARE * (ahead + newcomer.cost))
+    def cost_before(self, entry: QueueEntry) -> int:
+        """Return the cost of the new groups that would be served before a new entry."""
+        queue = self._queues[entry.priority]
+        totals = queue.totals_of(entry.client)
+        own = totals.cost + entry.cost
+        num_others = len(queue.clients) - (totals.num_requests > 0)
+        ahead = totals.cost + min(queue.cost - totals.cost, num_others * own)
+        if entry.priority is Priority.BATCH:
+            return ahead + min(self._queues[Priority.INTERACTIVE].cost, INTERACTIVE_SHARE * (ahead + entry.cost))
         return ahead + min(self._queues[Priority.BATCH].cost, ahead // INTERACTIVE_SHARE)
 
     def _count_served(self, group: SequenceGroup) -> None:

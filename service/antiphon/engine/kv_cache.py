@@ -57,10 +57,10 @@ class BlockPool:
         """Take num_blocks blocks out of the pool, all of them or none. Raises OutOfBlocks."""
         if not self.can_allocate(num_blocks):
             raise OutOfBlocks(f"{num_blocks} blocks wanted, {self.num_free} of {self.num_blocks} are free")
-        taken = tuple(self._free.pop() for _ in range(num_blocks))
-        for block in taken:
+        blocks = tuple(self._free.pop() for _ in range(num_blocks))
+        for block in blocks:
             self._is_used[block] = 1
-        return taken
+        return blocks
 
     def free(self, blocks: Iterable[int]) -> None:
         """Free blocks. Raises ValueError, and frees none, if one is not of this pool or is free already."""

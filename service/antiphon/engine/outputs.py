@@ -94,7 +94,7 @@ def _check_tokens(
         if (count := sequence.group.request.num_logprobs) is not None:
             item = token_logprob(samples, row, token_id, count)
             earlier = scored.get(sequence, ())
-            sequence.logprob_sum += item.logprob + sum(one.logprob for one in earlier)
+            sequence.logprob_sum += item.logprob + sum(scored_token.logprob for scored_token in earlier)
             if is_silent[row]:
                 last[row] = (*earlier, item)
             else:
@@ -125,18 +125,18 @@ def _is_text(sequence: Sequence, token_id: int) -> bool:
 
 def _scored(rows: RunningRows, samples: Samples) -> dict[Sequence, tuple[TokenLogprob, ...]]:
     """Return the log-probabilities of targets, without their last tokens, which the rows' own samples score."""
-    found: dict[Sequence, tuple[TokenLogprob, ...]] = {}
+    logprobs: dict[Sequence, tuple[TokenLogprob, ...]] = {}
     for sample, (sequence, token_id) in enumerate(rows.scored, len(rows)):
         count = sequence.group.request.num_logprobs or 0
-        found[sequence] = (*found.get(sequence, ()), token_logprob(samples, sample, token_id, count))
-    return found
+        logprobs[sequence] = (*logprobs.get(sequence, ()), token_logprob(samples, sample, token_id, count))
+    return logprobs
 
 
 def token_logprob(samples: Samples, sample: int, token_id: int, num_alternatives: int) -> TokenLogprob:
     """Return the log-probability of a sample's token, and those of alternatives."""
     ids = samples.top_ids[sample, :num_alternatives].tolist()
     logprobs = samples.top_logprobs[sample, :num_alternatives].tolist()
-    alternatives = tuple((one, logprob) for one, logprob in zip(ids, logprobs, strict=True) if one >= 0)
+    alternatives = tuple((top_id, logprob) for top_id, logprob in zip(ids, logprobs, strict=True) if top_id >= 0)
     return TokenLogprob(token_id, float(samples.logprobs[sample]), alternatives)
 
 
@@ -155,8 +155,8 @@ def output_event(sequence: Sequence, reason: FinishReason, logprobs: tuple[Token
 def time_limit_events(group: SequenceGroup) -> list[TokenEvent]:
     """Return the terminal event of each unfinished output of a group that is not a running beam search."""
     reason = FinishReason.TIME_LIMIT
-    begun = {one.index: one for one in group.sequences if one.row is not None or one.produced}
-    finished = {one.index for one in group.sequences if one.is_finished}
+    begun = {output.index: output for output in group.sequences if output.row is not None or output.produced}
+    finished = {output.index for output in group.sequences if output.is_finished}
     return [
         output_event(begun[index], reason)
         if index in begun
@@ -167,7 +167,7 @@ def time_limit_events(group: SequenceGroup) -> list[TokenEvent]:
 
 
 def beam_events(
-    group: SequenceGroup, found: Iterable[Hypothesis], num_streamed: int, reason: FinishReason | None
+    group: SequenceGroup, hypotheses: Iterable[Hypothesis], num_streamed: int, reason: FinishReason | None
 ) -> list[TokenEvent]:
     """Return the terminal events of a search's outputs, best first, with the tokens that have not been streamed.
 
@@ -175,7 +175,7 @@ def beam_events(
     """
     events = [
         _hypothesis_event(group, index, hypothesis, num_streamed if index == 0 else 0)
-        for index, hypothesis in enumerate(found)
+        for index, hypothesis in enumerate(hypotheses)
     ]
     missing = range(len(events), group.request.params.num_return_sequences)
     reason = reason or FinishReason.EXHAUSTED
@@ -186,7 +186,7 @@ def beam_events(
 
 def last_of(events: list[TokenEvent], group: SequenceGroup, timing: Timing) -> list[TokenEvent]:
     """Return the same events, the last of them marked as the request's last."""
-    *others, last = events
+    *earlier, last = events
     last = dataclasses.replace(
         last,
         is_last=True,
@@ -195,7 +195,7 @@ def last_of(events: list[TokenEvent], group: SequenceGroup, timing: Timing) -> l
         cache_blocks=group.peak_blocks,
         beam_steps=group.beam_steps,
     )
-    return [*others, last]
+    return [*earlier, last]
 
 
 def _hypothesis_event(group: SequenceGroup, index: int, hypothesis: Hypothesis, num_streamed: int) -> TokenEvent:

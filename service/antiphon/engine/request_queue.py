@@ -38,7 +38,7 @@ class DrainRate:
         self._num_departures = 0
         self._since_s: float | None = None  # time of the last departure that left others waiting
 
-    def left(self, cost: float, now_s: float, *, is_last: bool) -> None:
+    def departed(self, cost: float, now_s: float, *, is_last: bool) -> None:
         """Record that a request of this cost has left to be served. is_last: no request waits any more."""
         if self._since_s is not None:
             elapsed_s = now_s - self._since_s
@@ -104,9 +104,9 @@ class WaitTimes:
         cost = self._order.new_cost
         return self._seconds(cost, now_s) if cost else 0.0
 
-    def of_newcomer_s(self, newcomer: QueueEntry, now_s: float) -> float | None:
+    def of_entry_s(self, entry: QueueEntry, now_s: float) -> float | None:
         """Return the time until an arriving request would be served; None without evidence."""
-        return self._seconds(self._order.cost_before(newcomer), now_s)
+        return self._seconds(self._order.cost_before(entry), now_s)
 
     def _seconds(self, cost: int, now_s: float) -> float | None:
         """Return the time to serve this cost after all preempted requests."""
@@ -152,7 +152,7 @@ class WaitingGroups:
         self.num_source_tokens += group.request.num_source_tokens
         if group.expires_s < math.inf:
             if len(self._expiries) > 2 * len(self._groups) + 64:  # most of them no longer wait
-                self._expiries = [one for one in self._expiries if self._is_waiting(one[2])]
+                self._expiries = [expiry for expiry in self._expiries if self._is_waiting(expiry[2])]
                 heapq.heapify(self._expiries)
             heapq.heappush(self._expiries, (group.expires_s, next(self._tickets), group))
 
@@ -195,34 +195,34 @@ class QueueBounds:
         self._order = order
         self._times = times
 
-    def check_room(self, newcomer: QueueEntry, now_s: float) -> None:
+    def check_room(self, entry: QueueEntry, now_s: float) -> None:
         """Raise QueueFull, with advice when to retry, if a bound is reached."""
         if not self._groups:
             return
-        limits, held = self._limits, self._groups
+        limits, groups = self._limits, self._groups
         max_wait_s = limits.max_queue_time_s
         wait_s: float | None = None
-        if len(held) >= limits.max_queued_requests:
-            message = f"{len(held)} requests wait already"
-        elif held.num_source_tokens + newcomer.num_source_tokens > limits.max_queued_tokens:
-            message = f"{held.num_source_tokens} source tokens wait already"
-        elif self._exceeds_share(newcomer):
+        if len(groups) >= limits.max_queued_requests:
+            message = f"{len(groups)} requests wait already"
+        elif groups.num_source_tokens + entry.num_source_tokens > limits.max_queued_tokens:
+            message = f"{groups.num_source_tokens} source tokens wait already"
+        elif self._exceeds_share(entry):
             message = "more requests of this client wait already than its share of a queue that fills up"
-        elif max_wait_s is not None and (wait_s := self._wait_s(newcomer, now_s) or 0.0) > max_wait_s:
+        elif max_wait_s is not None and (wait_s := self._wait_s(entry, now_s) or 0.0) > max_wait_s:
             message = f"it would wait for about {wait_s:.1f} s, longer than the {max_wait_s:g} s allowed"
         else:
             return
-        wait_s = wait_s or self._wait_s(newcomer, now_s)
+        wait_s = wait_s or self._wait_s(entry, now_s)
         if wait_s is None:  # the age of the oldest request is about the time in which the whole queue is replaced
-            wait_s = now_s - held.oldest_arrival_s
+            wait_s = now_s - groups.oldest_arrival_s
         raise QueueFull(message, retry_after_s=min(max(wait_s, MIN_RETRY_S), MAX_RETRY_S))
 
-    def check_deadline(self, group: SequenceGroup, newcomer: QueueEntry, now_s: float) -> None:
+    def check_deadline(self, group: SequenceGroup, entry: QueueEntry, now_s: float) -> None:
         """Raise DeadlineExceeded if the group is expected to miss its deadline."""
         deadline_s = group.request.deadline_s
         if deadline_s is None or not self._groups:
             return
-        wait_s = self._wait_s(newcomer, now_s)
+        wait_s = self._wait_s(entry, now_s)
         if wait_s is None:
             return
         answer_s = self._times.pace.seconds(group.expected_target_len)
@@ -231,29 +231,29 @@ class QueueBounds:
                 f"it would wait for about {wait_s:.2g} s and take {answer_s:.2g} s, and its deadline comes before"
             )
 
-    def _wait_s(self, newcomer: QueueEntry, now_s: float) -> float | None:
-        return self._times.of_newcomer_s(newcomer, now_s)
+    def _wait_s(self, entry: QueueEntry, now_s: float) -> float | None:
+        return self._times.of_entry_s(entry, now_s)
 
-    def _exceeds_share(self, newcomer: QueueEntry) -> bool:
+    def _exceeds_share(self, entry: QueueEntry) -> bool:
         """Return whether only the reserve is left, and the client would hold more than its fair share."""
-        limits, num_tokens = self._limits, newcomer.num_source_tokens
+        limits, num_tokens = self._limits, entry.num_source_tokens
         in_reserve = _is_reserved(len(self._groups) + 1, limits.max_queued_requests)
         tokens_in_reserve = _is_reserved(self._groups.num_source_tokens + num_tokens, limits.max_queued_tokens)
         if not (in_reserve or tokens_in_reserve):
             return False
-        totals = self._order.totals_of(newcomer.client)
-        others = self._order.new_clients - {newcomer.client}
-        shares = 1 + max(1, len(others))  # another client may come
-        requests = 1 + sum(one.num_requests for one in totals)
-        tokens = num_tokens + sum(one.num_source_tokens for one in totals)
+        totals = self._order.totals_of(entry.client)
+        other_clients = self._order.new_clients - {entry.client}
+        shares = 1 + max(1, len(other_clients))  # another client may come
+        requests = 1 + sum(total.num_requests for total in totals)
+        tokens = num_tokens + sum(total.num_source_tokens for total in totals)
         return (in_reserve and requests * shares > limits.max_queued_requests) or (
             tokens_in_reserve and tokens * shares > limits.max_queued_tokens
         )
 
 
-def _is_reserved(taken: int, most: int) -> bool:
-    """Return whether slot number `taken` of `most` belongs to the fairness reserve."""
-    return taken > most - most // RESERVED_SHARE
+def _is_reserved(slot: int, num_slots: int) -> bool:
+    """Return whether slot number `slot` of `num_slots` belongs to the fairness reserve."""
+    return slot > num_slots - num_slots // RESERVED_SHARE
 
 
 class RequestQueue:
@@ -298,10 +298,10 @@ class RequestQueue:
         deadline. An empty queue also takes a source longer than the token bound; otherwise it could never be served.
         """
         request = group.request
-        newcomer = QueueEntry(request.client, request.priority, request.num_source_tokens, group.cost)
+        entry = QueueEntry(request.client, request.priority, request.num_source_tokens, group.cost)
         with self._lock:
-            self._check(newcomer, now_s)
-            self._bounds.check_deadline(group, newcomer, now_s)
+            self._check(entry, now_s)
+            self._bounds.check_deadline(group, entry, now_s)
             self._order.add(group)
             self._groups.add(group)
 
@@ -330,7 +330,7 @@ class RequestQueue:
                 return None
             self._groups.remove(group)
             cost = group.cost if self._order.take(group) else 0
-            self._times.drain.left(cost, now_s, is_last=not self._groups)
+            self._times.drain.departed(cost, now_s, is_last=not self._groups)
             return group
 
     def remove(self, request_id: str) -> SequenceGroup | None:
@@ -367,10 +367,10 @@ class RequestQueue:
         with self._lock:
             self._is_closed = True
 
-    def _check(self, newcomer: QueueEntry, now_s: float) -> None:
+    def _check(self, entry: QueueEntry, now_s: float) -> None:
         if self._is_closed:
             raise Unavailable("the server is shutting down and takes no new requests")
-        self._bounds.check_room(newcomer, now_s)
+        self._bounds.check_room(entry, now_s)
 
     def _leave_unserved(self, group: SequenceGroup) -> None:
         self._order.remove(group)

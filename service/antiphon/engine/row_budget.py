@@ -229,13 +229,13 @@ class RowBudget:
 
     def num_free(self, lane: Lane) -> int:
         """Return the free rows that a lane may take now: its part of the work, so that lanes have equally many rows."""
-        held = [other.num_held for other in self.lanes]
-        num_free = self._limits.max_num_seqs - sum(held)
-        if len(held) == 1 or not self._queue:
+        num_held = [other.num_held for other in self.lanes]
+        num_free = self._limits.max_num_seqs - sum(num_held)
+        if len(num_held) == 1 or not self._queue:
             return num_free
-        num_wanted = min(self._limits.max_num_seqs, sum(held) + len(self._queue))
-        num_own = -(-num_wanted // len(held)) - lane.num_held
-        if lane.num_held == min(held):  # a group of several rows may start in the lane with the fewest
+        num_wanted = min(self._limits.max_num_seqs, sum(num_held) + len(self._queue))
+        num_own = -(-num_wanted // len(num_held)) - lane.num_held
+        if lane.num_held == min(num_held):  # a group of several rows may start in the lane with the fewest
             next_groups = (*self._queue.peek(1), *lane.pending.values())
             num_own = max(num_own, max((group.num_first_rows for group in next_groups), default=0))
         return min(num_free, max(0, num_own))

@@ -82,9 +82,9 @@ def schedule(
     """
     queue = list(waiting)
     num_free_rows = limits.max_num_seqs - num_running
-    wanted = sum(sequence.num_rows for sequence in queue)
+    num_wanted = sum(sequence.num_rows for sequence in queue)
     min_free_rows = max(1, limits.max_num_seqs // (FREE_ROW_SHARE * num_lanes))
-    if num_deferred < MAX_DEFERRED_STEPS and wanted > num_free_rows > 0 and num_free_rows < min_free_rows:
+    if num_deferred < MAX_DEFERRED_STEPS and num_wanted > num_free_rows > 0 and num_free_rows < min_free_rows:
         return Batch(joining=(), num_deferred=num_deferred + 1)
     joining: list[W] = []
     rows, blocks, tokens = num_free_rows, num_free_blocks, limits.max_num_batched_tokens
@@ -145,7 +145,7 @@ def early_groups(
     max_tokens = min(EARLY_TOKENS, limits.max_num_batched_tokens)
     num_reserved = num_blocks // BLOCK_RESERVE
     num_rows_left = limits.max_num_seqs // num_lanes
-    found: list[SequenceGroup] = []
+    groups: list[SequenceGroup] = []
     for group in queue.peek(limits.max_num_seqs // (EARLY_ROW_SHARE * num_lanes)):
         num_tokens += group.source_len
         longest = max(longest, group.source_len)
@@ -155,8 +155,8 @@ def early_groups(
         is_encodable = fits_budget(limits.encode_budget, num_tokens, longest)
         if not (is_fitting and is_encodable and _starts_at_once(group, num_reserved)):
             break
-        found.append(group)
-    return tuple(found)
+        groups.append(group)
+    return tuple(groups)
 
 
 def _starts_at_once(group: SequenceGroup, num_reserved: int) -> bool:

@@ -50,7 +50,7 @@ class Bench:
         self.runners = (runner, *further)
         self.registry = CollectorRegistry()
         self.metrics = Metrics(MetricFamilies(self.registry), "fake")
-        self.engine = Engine(runner, limits or limits_for(runner), self.metrics, further=further)
+        self.engine = Engine(runner, limits or limits_for(runner), self.metrics, more_runners=further)
 
     def submit(
         self, name: str, source: tuple[int, ...], params: SamplingParams | None = None, *, within_s: float | None = None

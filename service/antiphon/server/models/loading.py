@@ -144,7 +144,7 @@ def _open(bundle: Bundle, graphs: GraphSet, name: str, plan: ModelPlan, shared: 
     )
     metrics = _metrics(Metrics(shared.families, name), bundle, graphs, memory)
     metrics.watch_arena(*(one.workspace for one in runners))
-    engine = Engine(runner, limits, metrics, further=further)
+    engine = Engine(runner, limits, metrics, more_runners=further)
     return Served(
         name=name,
         precision=runner.precision,

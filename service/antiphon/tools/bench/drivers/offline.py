@@ -34,7 +34,7 @@ class Offline:
         limits = EngineLimits.for_offline_work(rows)
         self._eos_id = first.eos_id
         metrics = Metrics(MetricFamilies(CollectorRegistry()), "offline")
-        self._engine = Engine(first, limits, metrics, further=further)
+        self._engine = Engine(first, limits, metrics, more_runners=further)
         self._loop = asyncio.Runner(loop_factory=uvloop.new_event_loop)
 
     def translate(
