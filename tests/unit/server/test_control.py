@@ -93,7 +93,7 @@ async def test_unload_frees_the_runner_its_pool_and_its_workspace_round_after_ro
         await ask(served).collect()
         stepper = served.engine._lanes[0].stepper
         assert stepper is not None
-        runner: Any = stepper._parts.runner
+        runner: Any = stepper._runner
         native = (runner.workspace._stats, runner.workspace._handle)
         gone = [weakref.ref(runner), weakref.ref(runner.cache), weakref.ref(runner.workspace)]
         del runner, stepper
