@@ -69,7 +69,7 @@ def test_sources_run_where_the_engine_cannot_be_compiled(
 
 
 def test_no_compiled_module_has_coroutines() -> None:
-    """Since Python 3.12 they cause a warning when a call is cancelled: `antiphon.engine.sequences.reader`."""
+    """Since Python 3.12 they cause a warning when a call is cancelled: `antiphon.engine.reader`."""
     sources = hatch_build.engine_sources(Path(hatch_build.__file__).parent)
     assert sources
     nodes = [(path, node) for path in sources for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]

@@ -22,14 +22,14 @@ from antiphon.architecture.config import ModelConfig
 from antiphon.bundle.manifest import Bundle
 from antiphon.bundle.native_stepper import NativeStepper
 from antiphon.checkpoints.checkpoint import Checkpoint
+from antiphon.domain.cancellation import Cancellations
 from antiphon.domain.request import Request, SamplingParams, TokenEvent
-from antiphon.engine.cache.block_pool import BlockPool
-from antiphon.engine.queue.request_queue import RequestQueue
-from antiphon.engine.scheduling.admission import admit, limits_of
-from antiphon.engine.sequences.sequence import SequenceGroup
-from antiphon.engine.sequences.stream import OutputStream
-from antiphon.engine.step.parts import StepParts
-from antiphon.engine.step.stepper import Stepper
+from antiphon.engine.admission import admit, limits_of
+from antiphon.engine.kv_cache import BlockPool
+from antiphon.engine.request_queue import RequestQueue
+from antiphon.engine.sequence import SequenceGroup
+from antiphon.engine.step import EngineState, Stepper
+from antiphon.engine.stream import OutputStream
 from antiphon.export.export import export_bundle
 from antiphon.observability.engine_metrics import Metrics
 from antiphon.observability.metrics import MetricFamilies
@@ -110,16 +110,17 @@ def answer(runner: NativeRunner, requests: Sequence[Request]) -> Answers:
         )
         queue = RequestQueue(limits)
         pool = BlockPool(runner.num_blocks, runner.block_size)
-        parts = StepParts(
-            runner=runner,
+        state = EngineState(
+            runner,
             queue=queue,
             pool=pool,
             limits=limits,
             metrics=Metrics(MetricFamilies(CollectorRegistry()), "fake"),
             live=live,
             clock=FakeClock(),
+            cancellations=Cancellations(),
         )
-        stepper = Stepper(parts)
+        stepper = Stepper(state, runner)
         admission = limits_of(runner, limits)
         for one in requests:
             # One caller cannot get all rows for beams.

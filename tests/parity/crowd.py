@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import cycle
 from typing import cast
 
@@ -15,13 +14,12 @@ from antiphon.domain.request import (
     Request,
     TokenEvent,
 )
-from antiphon.engine.cache.block_pool import BlockPool
-from antiphon.engine.queue.request_queue import RequestQueue
-from antiphon.engine.scheduling.admission import admit, limits_of
-from antiphon.engine.sequences.sequence import SequenceGroup
-from antiphon.engine.sequences.stream import OutputStream
-from antiphon.engine.step.parts import StepParts
-from antiphon.engine.step.stepper import Stepper
+from antiphon.engine.admission import admit, limits_of
+from antiphon.engine.kv_cache import BlockPool
+from antiphon.engine.request_queue import RequestQueue
+from antiphon.engine.sequence import SequenceGroup
+from antiphon.engine.step import EngineState, Stepper
+from antiphon.engine.stream import OutputStream
 from antiphon.observability.engine_metrics import Metrics
 from antiphon.observability.metrics import MetricFamilies
 from antiphon.runtime.native_runner import NativeRunner
@@ -63,8 +61,8 @@ class Crowd:
         self.queue = RequestQueue(limits)
         self.limits = limits_of(runner, limits)
         self.registry = CollectorRegistry()
-        parts = StepParts(
-            runner=cast(Runner, self.watcher),
+        state = EngineState(
+            runner,
             queue=self.queue,
             pool=self.pool,
             limits=limits,
@@ -73,7 +71,8 @@ class Crowd:
             clock=FakeClock(),
             cancellations=self.cancellations,
         )
-        self._steppers = [Stepper(parts), *(Stepper(replace(parts, runner=one)) for one in further)]
+        runners = (cast(Runner, self.watcher), *further)
+        self._steppers = [Stepper(state, lane_runner) for lane_runner in runners]
         self._turns = cycle(self._steppers)
 
     def add(self, request: Request) -> None:

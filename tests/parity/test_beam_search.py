@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from antiphon.domain.request import EarlyStopping, FinishReason
-from antiphon.engine.beams.beam_search import BeamSearches, BeamSettings, Hypothesis, Search
+from antiphon.engine.beam_search import BeamSearches, BeamSettings, Hypothesis, Search
 from tests.parity.transformers_reference import LogitsOf, Reference, generate
 
 BOS_ID, EOS_ID, VOCAB = 1, 2, 40

@@ -37,7 +37,7 @@ from antiphon.checkpoints.ctranslate2.model_file import ModelFile
 from antiphon.checkpoints.source_weights import SourceError
 from antiphon.domain.request import EarlyStopping, SamplingParams, TokenEvent
 from antiphon.engine.engine import Engine
-from antiphon.engine.sequences.stream import OutputStream
+from antiphon.engine.stream import OutputStream
 from antiphon.export.weights.quantize import quantize_rows
 from antiphon.importer.importer import ImportOptions, _inspect, _Source, import_checkpoint, load_model
 from antiphon.observability.engine_metrics import Metrics

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from antiphon.domain.request import SamplingParams
-from antiphon.engine.constraints.logits_processors import LogitsProcessors
+from antiphon.engine.logits_processors import LogitsProcessors
 from antiphon.ops.sampling import sample
 from tests.batches import SampleSettings, sampling_of
 from tests.parity.transformers_reference import LogitsOf, Reference, generate

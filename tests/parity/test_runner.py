@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from antiphon.bundle.manifest import Bundle, Precision
 from antiphon.checkpoints.checkpoint import Checkpoint
-from antiphon.engine.cache.block_pool import BlockPool
+from antiphon.engine.kv_cache import BlockPool
 from antiphon.export.verification.verify import TOLERANCES, compare
 from antiphon.ops.cache_geometry import blocks_for
 from antiphon.ops.sampling import Samples

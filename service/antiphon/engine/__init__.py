@@ -1,1 +1,1 @@
-"""Path of a request from the queue to its last token: scheduler, cache blocks, steps. Knows no gRPC."""
+"""Path of a request from the queue to its last token: scheduler, cache blocks, steps."""

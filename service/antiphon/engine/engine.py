@@ -1,38 +1,39 @@
 """The engine's threads and its public methods: submit, cancel, drain, stop.
 
-Each lane has one thread, which owns its sequences and runs steps (`step/`) while there is work; otherwise it waits on a
-condition and uses no CPU. All lanes share one queue and one pool of blocks under one lock, which a lane holds except
-while its runner computes: Python's work of one lane runs while the graphs of the others run. Every request that
-`submit` accepts receives exactly one terminal event, also after faults.
+Each lane has one thread, which runs steps (`step.py`) while there is work; otherwise it waits on a condition and uses
+no CPU. Every request that `submit` accepts receives exactly one terminal event, also after faults.
+
+Locks. `EngineState.lock` protects sequences, rows, blocks and the row budget of all lanes. A lane holds it during a
+step, except while its runner computes: Python's work of one lane runs while the graphs of the others run. `_wake`
+protects the flags of the engine and lets idle lanes wait; no step runs under it. A thread that holds one of the two
+takes no other lock than that of the queue.
 """
 
 from __future__ import annotations
 
+import gc
 import logging
+import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 from antiphon.domain.cancellation import CancelCause, Cancellations
 from antiphon.domain.errors import AntiphonError, DeadlineExceeded, EngineFault, InvalidArgument, Unavailable
 from antiphon.domain.limits import EngineLimits
 from antiphon.domain.request import ANSWERED, FinishReason, Pooling, Priority, Request, Task, TokenEvent
-from antiphon.engine.cache.block_pool import BlockPool
-from antiphon.engine.cache.holders import BlockHolder, holder_of
-from antiphon.engine.heartbeat import Heartbeat
-from antiphon.engine.lane import Lane
-from antiphon.engine.queue.request_queue import RequestQueue
-from antiphon.engine.scheduling.admission import admit, check_ability, limits_of
-from antiphon.engine.sequences.sequence import SequenceGroup
-from antiphon.engine.sequences.stream import OutputStream, Publisher
-from antiphon.engine.step.parts import StepParts
-from antiphon.engine.step.stepper import Stepper
+from antiphon.engine.admission import admit, check_ability, limits_of
+from antiphon.engine.kv_cache import BlockHolder, BlockPool, holder_of
+from antiphon.engine.request_queue import RequestQueue
+from antiphon.engine.sequence import SequenceGroup
+from antiphon.engine.step import EngineState, Stepper
+from antiphon.engine.stream import OutputStream, Publisher
 from antiphon.observability.engine_metrics import Metrics
-from antiphon.runtime.runner import EncodeReport, Runner
+from antiphon.runtime.runner import Runner
 from antiphon.runtime.warm_up import warm_up
-
-__all__ = ["EncodeReport", "Engine", "Runner"]
 
 log = logging.getLogger(__name__)
 
@@ -41,12 +42,82 @@ MAX_FAILED_STEPS = 8
 # Time for the current step to end when all requests must end. The longest step of a large model takes one or two
 # seconds.
 _STOP_PATIENCE_S = 10.0
+# Longest time for which the event loop may hold the interpreter lock. The default, 5 ms, is several engine steps.
+_SWITCH_INTERVAL_S = 0.001
+# New objects after which the garbage collector runs. One step creates more than the default of 700.
+_COLLECT_AFTER = 10_000
+
+
+class Heartbeat:
+    """Distinguishes a thread that works or has nothing to do from a thread that hangs.
+
+    clock: monotonic, in seconds. No method needs a lock, because its assignments are correct in any order.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._busy_since_s: float | None = None
+
+    def beat(self) -> None:
+        """Record that the thread begins a piece of work."""
+        self._busy_since_s = self._clock()
+
+    def rest(self) -> None:
+        """Record that the thread has nothing to do."""
+        self._busy_since_s = None
+
+    def wake(self) -> None:
+        """Record new work. The caller adds the work, and holds the lock under which the thread calls `rest`."""
+        if self._busy_since_s is None:
+            self._busy_since_s = self._clock()
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds since the current piece of work began, or since new work began to wait; 0 at rest."""
+        since_s = self._busy_since_s
+        return 0.0 if since_s is None else max(0.0, self._clock() - since_s)
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class LaneThread:
+    """Stepper, runner and thread of one lane.
+
+    seen_steps: number of steps of all lanes at the beginning of its own last step.
+    is_resting: it waits for a step of another lane.
+    """
+
+    stepper: Stepper
+    runner: Runner
+    heartbeat: Heartbeat
+    thread: threading.Thread = field(init=False)
+    seen_steps: int = -1
+    is_resting: bool = False
+
+    def make_thread(self, index: int, run: Callable[[LaneThread], None]) -> None:
+        """Make the thread, which calls run with this lane."""
+        name = "antiphon-engine" if index == 0 else f"antiphon-engine-{index}"
+        self.thread = threading.Thread(target=run, args=(self,), name=name, daemon=True)
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds since the current step began, or since work began to wait for a step; 0 if idle."""
+        return self.heartbeat.busy_s
+
+    def join(self, timeout_s: float | None) -> None:
+        """Wait for the end of the thread, if it was started."""
+        if self.thread.ident is not None:
+            self.thread.join(timeout_s)
+
+    def stack(self) -> str:
+        """Return the stack of the thread as text, the latest call last."""
+        frame = sys._current_frames().get(self.thread.ident or 0)
+        return "".join(traceback.format_stack(frame)) if frame is not None else "the thread is gone\n"
 
 
 class Engine:
     """Serves requests with the runners of one model. Methods are safe from any thread; only drain and stop block.
 
-    further: runners of further lanes, over the same cache blocks as the first.
+    more_runners: runners of more lanes, over the same cache blocks as the first.
     Construction raises ValueError, which names the limit that the runner cannot serve.
     """
 
@@ -56,11 +127,12 @@ class Engine:
         limits: EngineLimits,
         metrics: Metrics,
         *,
-        further: Sequence[Runner] = (),
+        more_runners: Sequence[Runner] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        for one in (runner, *further):
-            _check_rows(one, limits)
+        runners = (runner, *more_runners)
+        for lane_runner in runners:
+            _check_rows(lane_runner, limits)
         self._limits = limits
         self._pool = BlockPool(runner.num_blocks, runner.block_size)
         self._admission = limits_of(runner, limits)
@@ -69,8 +141,8 @@ class Engine:
         self._cancellations = Cancellations()
         self._metrics = metrics
         self._clock = clock
-        parts = StepParts(
-            runner=runner,
+        state = EngineState(
+            runner,
             queue=self._queue,
             pool=self._pool,
             limits=limits,
@@ -80,10 +152,10 @@ class Engine:
             cancellations=self._cancellations,
         )
         self._lanes = [
-            Lane(stepper=Stepper(replace(parts, runner=one)), runner=one, heartbeat=Heartbeat(clock))
-            for one in (runner, *further)
+            LaneThread(stepper=Stepper(state, lane_runner), runner=lane_runner, heartbeat=Heartbeat(clock))
+            for lane_runner in runners
         ]
-        self._state_lock = parts.lock
+        self._state_lock = state.lock
         self._wake = threading.Condition()
         self._num_steps = 0  # of all lanes
         self._num_steps_seen = self._num_steps_freed = -1  # when idle caches were looked for, and freed
@@ -150,8 +222,8 @@ class Engine:
         event loop. Steps wait only while the blocks are copied.
         """
         with self._state_lock:
-            held = [holder_of(group) for lane in self._lanes for group in lane.stepper.admitted if group.blocks]
-        return sorted(held, key=lambda holder: holder.ticket)
+            holders = [holder_of(group) for lane in self._lanes for group in lane.stepper.admitted if group.blocks]
+        return sorted(holders, key=lambda holder: holder.ticket)
 
     def free_idle_cache(self) -> None:
         """Return the cache's memory to the system if no request came since the last call. Blocks as block_holders does.
@@ -282,7 +354,7 @@ class Engine:
             self._metrics.submitted(request.task, request.priority)
             self._wake_lanes()
 
-    def _run(self, lane: Lane) -> None:
+    def _run(self, lane: LaneThread) -> None:
         try:
             while self._await_work(lane):
                 lane.stepper.step()
@@ -308,17 +380,17 @@ class Engine:
             self._is_stopping = True
             self._wake.notify_all()
 
-    def _stepped(self, lane: Lane) -> None:
+    def _stepped(self, lane: LaneThread) -> None:
         """Wake lanes that wait for what this step may have freed."""
         if len(self._lanes) == 1:
             return
         with self._wake:
             if not lane.stepper.may_rest:
                 self._num_steps += 1
-                if any(one.is_resting for one in self._lanes):
+                if any(other.is_resting for other in self._lanes):
                     self._wake.notify_all()
 
-    def _test_model(self, lane: Lane) -> None:
+    def _test_model(self, lane: LaneThread) -> None:
         """Run the model without requests. Raises its error, which ends the engine; else requests caused the faults."""
         with self._state_lock:
             if self._pool.num_used:  # running requests will show a fault of the model
@@ -336,7 +408,7 @@ class Engine:
         ]
         Publisher().publish((), [], finals)
 
-    def _await_work(self, lane: Lane) -> bool:
+    def _await_work(self, lane: LaneThread) -> bool:
         """Wait until the lane has work. Return False when its thread must end."""
         with self._wake:
             while not (self._is_stopping or self._has_work(lane)):
@@ -351,7 +423,7 @@ class Engine:
             lane.seen_steps = self._num_steps
             return not self._is_stopping
 
-    def _has_work(self, lane: Lane) -> bool:
+    def _has_work(self, lane: LaneThread) -> bool:
         """Return whether a step of the lane could do something that its last step could not."""
         stepper = lane.stepper
         return stepper.has_work and not (stepper.may_rest and lane.seen_steps == self._num_steps)
@@ -370,3 +442,21 @@ def _check_rows(runner: Runner, limits: EngineLimits) -> None:
         raise ValueError(
             f"max_num_seqs is {limits.max_num_seqs}; it must be 1 to {runner.max_rows}, the rows of the model's caches"
         )
+
+
+@contextmanager
+def interpreter_for_steps() -> Iterator[None]:
+    """Pass the interpreter lock on sooner, and collect garbage less often: a collection stops engine and event loop.
+
+    Existing objects are never collected meanwhile. Models are loaded later, so that an unloaded model is.
+    """
+    interval_s, thresholds = sys.getswitchinterval(), gc.get_threshold()
+    gc.freeze()
+    gc.set_threshold(_COLLECT_AFTER, *thresholds[1:])
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(interval_s)
+        gc.set_threshold(*thresholds)
+        gc.unfreeze()

@@ -11,7 +11,7 @@ import uvloop
 from prometheus_client import CollectorRegistry
 
 from antiphon.domain.errors import OverBudget
-from antiphon.engine.interpreter import interpreter_for_steps
+from antiphon.engine.engine import interpreter_for_steps
 from antiphon.observability.logging import configure_logging, is_log_behind
 from antiphon.observability.telemetry import Telemetry
 from antiphon.rpc.calls.background import is_anything_left

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 from antiphon.domain.limits import EngineLimits
 from antiphon.domain.request import Request, SamplingParams, TokenEvent
 from antiphon.engine.engine import Engine
-from antiphon.engine.sequences.stream import OutputStream
+from antiphon.engine.stream import OutputStream
 from antiphon.observability.engine_metrics import Metrics
 from antiphon.observability.metrics import MetricFamilies
 from tests.fakes import FakeRunner, limits_for, request_of
@@ -50,7 +50,7 @@ class Bench:
         self.runners = (runner, *further)
         self.registry = CollectorRegistry()
         self.metrics = Metrics(MetricFamilies(self.registry), "fake")
-        self.engine = Engine(runner, limits or limits_for(runner), self.metrics, further=further)
+        self.engine = Engine(runner, limits or limits_for(runner), self.metrics, more_runners=further)
 
     def submit(
         self, name: str, source: tuple[int, ...], params: SamplingParams | None = None, *, within_s: float | None = None

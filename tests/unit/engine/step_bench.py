@@ -11,13 +11,12 @@ from antiphon.architecture.heads import HeadConfig
 from antiphon.architecture.heads import Task as HeadTask
 from antiphon.domain.cancellation import CancelCause, Cancellations
 from antiphon.domain.request import FinishReason, Request, SamplingParams, TokenEvent
-from antiphon.engine.cache.block_pool import BlockPool
-from antiphon.engine.queue.request_queue import RequestQueue
-from antiphon.engine.scheduling.admission import admit, limits_of
-from antiphon.engine.sequences.sequence import SequenceGroup, SequenceState
-from antiphon.engine.sequences.stream import OutputStream
-from antiphon.engine.step.parts import StepParts
-from antiphon.engine.step.stepper import Stepper
+from antiphon.engine.admission import admit, limits_of
+from antiphon.engine.kv_cache import BlockPool
+from antiphon.engine.request_queue import RequestQueue
+from antiphon.engine.sequence import SequenceGroup, SequenceState
+from antiphon.engine.step import EngineState, Stepper
+from antiphon.engine.stream import OutputStream
 from antiphon.observability.engine_metrics import Metrics
 from antiphon.observability.metrics import MetricFamilies
 from tests.fakes import FakeClock, FakeRunner, limits_for, request_of
@@ -61,18 +60,17 @@ class Bench:
         self.live: dict[str, SequenceGroup] = {}
         self.all: list[SequenceGroup] = []
         self.registry = CollectorRegistry()
-        self.stepper = Stepper(
-            StepParts(
-                runner=self.runner,
-                queue=self.queue,
-                pool=self.pool,
-                limits=self.limits,
-                metrics=Metrics(MetricFamilies(self.registry), "fake"),
-                live=self.live,
-                clock=self.clock,
-                cancellations=self.cancellations,
-            )
+        state = EngineState(
+            self.runner,
+            queue=self.queue,
+            pool=self.pool,
+            limits=self.limits,
+            metrics=Metrics(MetricFamilies(self.registry), "fake"),
+            live=self.live,
+            clock=self.clock,
+            cancellations=self.cancellations,
         )
+        self.stepper = Stepper(state, self.runner)
 
     def add(
         self,

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from antiphon.domain.request import SamplingParams
-from antiphon.engine.cache.holders import BlockHolder
+from antiphon.engine.kv_cache import BlockHolder
 from antiphon.ops.cache_geometry import blocks_for
 from tests.fakes import FakeRunner, source_of
 from tests.unit.engine.engine_bench import Bench, Gate, arrive, read

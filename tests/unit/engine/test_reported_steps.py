@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from antiphon.domain.request import FinishReason, SamplingParams, TokenEvent
 from antiphon.domain.tasks import Generate
-from antiphon.engine.sequences.sequence import SequenceGroup
+from antiphon.engine.sequence import SequenceGroup
 from tests.fakes import BOS_ID, EOS_ID, request_of, source_of
 from tests.parity.search_steps import check_steps, replay
 from tests.unit.engine.step_bench import Bench

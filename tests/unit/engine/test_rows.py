@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from antiphon.domain.request import MAX_SEED, SamplingParams
-from antiphon.engine.batch.rows import RunningRows
-from antiphon.engine.cache.block_pool import BlockPool
-from antiphon.engine.sequences.sequence import Sequence, SequenceGroup
-from antiphon.engine.sequences.stream import OutputStream
+from antiphon.engine.batch import RunningRows
+from antiphon.engine.kv_cache import BlockPool
+from antiphon.engine.sequence import Sequence, SequenceGroup
+from antiphon.engine.stream import OutputStream
 from antiphon.ops.cache_geometry import blocks_for
 from antiphon.runtime.runner import DecodeBatch
 from tests.fakes import BOS_ID, request_of, source_of

@@ -29,7 +29,7 @@ from antiphon.domain.request import (
     TokenEvent,
 )
 from antiphon.domain.tasks import Embed, Generate
-from antiphon.engine.sequences.sequence import SequenceState
+from antiphon.engine.sequence import SequenceState
 from tests.fakes import BOS_ID, EOS_ID, FIRST_WORD_ID, changed, request_of, scored, source_of
 from tests.parity.transformers_reference import LogitsOf, Reference, generate
 from tests.unit.engine.step_bench import Bench

@@ -13,7 +13,7 @@ import pytest
 from antiphon.domain.cancellation import CancelCause
 from antiphon.domain.errors import DeadlineExceeded, EngineFault, QueueFull
 from antiphon.domain.request import FinishReason, SamplingParams
-from antiphon.engine.sequences.sequence import SequenceGroup, SequenceState
+from antiphon.engine.sequence import SequenceGroup, SequenceState
 from antiphon.ops.cache_geometry import blocks_for
 from tests.fakes import changed, request_of, source_of
 from tests.unit.engine.step_bench import BLOCK_SIZE, Bench, expected

@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from antiphon.domain.request import FinishReason, SamplingParams, TokenEvent, TokenLogprob
-from antiphon.engine.sequences.stream import OutputStream, Publisher
+from antiphon.engine.stream import OutputStream, Publisher
 from antiphon.observability.call import Call
 from tests.fakes import request_of
 

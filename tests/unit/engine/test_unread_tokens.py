@@ -9,7 +9,7 @@ import tracemalloc
 import pytest
 
 from antiphon.domain.request import TokenLogprob
-from antiphon.engine.sequences.unread_tokens import Item, UnreadTokens
+from antiphon.engine.stream import Item, UnreadTokens
 
 NUM_TOKENS = 256
 

@@ -20,7 +20,7 @@ from antiphon.bundle.manifest import (
     load_bundle,
     write_manifest,
 )
-from antiphon.engine.cache.block_pool import BlockPool
+from antiphon.engine.kv_cache import BlockPool
 from antiphon.ops.cache_geometry import blocks_for
 from antiphon.ops.sampling import NONE_ALLOWED, Samples, SamplingArrays, sample
 from antiphon.runtime.native_runner import NativeRunner

@@ -14,7 +14,7 @@ import grpc.aio
 import pytest
 
 from antiphon.domain.limits import EngineLimits
-from antiphon.engine.sequences.sequence import SequenceGroup
+from antiphon.engine.sequence import SequenceGroup
 from antiphon.rpc.v1.many import conversation, outbox
 from antiphon.rpc.v1.many.open_request import OpenRequest
 from antiphon.v1 import inference_pb2 as pb

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 from antiphon.domain.errors import DeadlineExceeded
 from antiphon.domain.request import Request
 from antiphon.engine.engine import Engine
-from antiphon.engine.sequences.stream import OutputStream
+from antiphon.engine.stream import OutputStream
 from antiphon.observability.engine_metrics import Metrics
 from antiphon.observability.metrics import MetricFamilies
 from antiphon.rpc.v1.answers.reading import reading

@@ -7,7 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from antiphon.domain.errors import InvalidArgument
-from antiphon.engine.constraints.stop_strings import StopFilter, TokenStopMatcher, check_stop_strings
+from antiphon.engine.stop_strings import StopFilter, TokenStopMatcher, check_stop_strings
 from antiphon.text.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer.train(["ab ba abab aab", "bbb ä ab"] * 4, vocab_size=275)

@@ -7,8 +7,8 @@ import pytest
 from antiphon.domain.errors import InvalidArgument
 from antiphon.domain.limits import EncodeBudget
 from antiphon.domain.request import SamplingParams
-from antiphon.engine.scheduling.admission import admit, limits_of
-from antiphon.engine.sequences.stream import OutputStream
+from antiphon.engine.admission import admit, limits_of
+from antiphon.engine.stream import OutputStream
 from tests.fakes import FakeRunner, limits_for, request_of, source_of
 
 

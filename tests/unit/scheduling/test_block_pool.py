@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from antiphon.engine.cache.block_pool import BlockPool, OutOfBlocks
+from antiphon.engine.kv_cache import BlockPool, OutOfBlocks
 from antiphon.ops.cache_geometry import blocks_for
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from antiphon.domain.errors import DeadlineExceeded, QueueFull, Unavailable
 from antiphon.domain.request import ANSWERED, SamplingParams
-from antiphon.engine.sequences.sequence import SequenceState
+from antiphon.engine.sequence import SequenceState
 from tests.fakes import source_of
 from tests.unit.engine.step_bench import Bench
 

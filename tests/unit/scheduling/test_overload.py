@@ -16,8 +16,8 @@ import pytest
 
 from antiphon.domain.limits import EncodeBudget, EngineLimits
 from antiphon.domain.request import Priority
-from antiphon.engine.queue.bounds import MAX_RETRY_S, MIN_RETRY_S
-from antiphon.engine.sequences.stream import OutputStream
+from antiphon.engine.request_queue import MAX_RETRY_S, MIN_RETRY_S
+from antiphon.engine.stream import OutputStream
 from antiphon.v1 import inference_pb2 as pb
 from tests.fakes import FakeClock, FakeRunner, changed, request_of, source_of
 from tests.serving import Details, Serving, asking, asking_whole, details_of, refusal, serving, stub_of

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from antiphon.domain.errors import InvalidArgument, QueueFull
 from antiphon.domain.request import FinishReason, Priority, SamplingParams, TokenEvent
 from antiphon.domain.tasks import Generate
-from antiphon.engine.cache.reservations import LOOKAHEAD_STEPS
-from antiphon.engine.sequences.sequence import SequenceGroup, SequenceState
+from antiphon.engine.row_budget import LOOKAHEAD_STEPS
+from antiphon.engine.sequence import SequenceGroup, SequenceState
 from tests.fakes import changed, request_of, scored, source_of
 from tests.unit.engine.step_bench import BLOCK_SIZE, Bench, expected
 
@@ -329,3 +329,18 @@ def test_crowd_of_long_requests_is_preempted_and_finishes(loop: asyncio.Abstract
     assert preemptions is not None
     assert 3 <= preemptions <= 3 * len(groups)
     assert all(bench.output(group).token_ids == expected(bench, group)[0] for group in groups)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_request_that_was_encoded_early_gets_further_blocks_in_time(loop: asyncio.AbstractEventLoop, seed: int) -> None:
+    """Regression: rows that started after an early encoding were not counted among those that need blocks soon."""
+    bench = Bench(loop, num_blocks=60)
+    dice = random.Random(seed)
+    for index in range(30):
+        length = dice.randint(4, 20)
+        prefix = (7,) * dice.choice([0, 2])
+        params = SamplingParams(max_new_tokens=length)
+        bench.add(str(index), source_of(target_len=length, length=2), params, prefix=prefix)
+    bench.finish()
+    for group in bench.all:
+        assert bench.output(group).token_ids == expected(bench, group)[0]

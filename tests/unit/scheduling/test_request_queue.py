@@ -13,12 +13,18 @@ from hypothesis import strategies as st
 from antiphon.domain.errors import DeadlineExceeded, QueueFull, Unavailable
 from antiphon.domain.limits import EngineLimits
 from antiphon.domain.request import Priority
-from antiphon.engine.queue.bounds import MAX_RETRY_S, MIN_RETRY_S
-from antiphon.engine.queue.drain_rate import MIN_BUSY_S, MIN_DEPARTURES, NUM_ANSWERS, AnswerPace
-from antiphon.engine.queue.request_queue import RequestQueue
-from antiphon.engine.queue.service_order import INTERACTIVE_SHARE
-from antiphon.engine.sequences.sequence import SequenceGroup
-from antiphon.engine.sequences.stream import OutputStream
+from antiphon.engine.fair_queue import INTERACTIVE_SHARE
+from antiphon.engine.request_queue import (
+    MAX_RETRY_S,
+    MIN_BUSY_S,
+    MIN_DEPARTURES,
+    MIN_RETRY_S,
+    NUM_ANSWERS,
+    AnswerPace,
+    RequestQueue,
+)
+from antiphon.engine.sequence import SequenceGroup
+from antiphon.engine.stream import OutputStream
 from tests.fakes import changed, request_of, source_of
 
 

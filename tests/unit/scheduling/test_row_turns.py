@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from antiphon.domain.errors import InvalidArgument
 from antiphon.domain.request import FinishReason, Priority, Request, SamplingParams, TokenEvent
-from antiphon.engine.scheduling.row_turns import CALM_STEPS, PATIENCE_STEPS
-from antiphon.engine.sequences.sequence import SequenceGroup, SequenceState
+from antiphon.engine.row_budget import CALM_STEPS, PATIENCE_STEPS
+from antiphon.engine.sequence import SequenceGroup, SequenceState
 from tests.fakes import changed, request_of, source_of
 from tests.unit.engine.step_bench import Bench, expected
 from tests.unit.scheduling.test_preemption import random_request, seen

@@ -6,12 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from antiphon.domain.limits import EncodeBudget, EngineLimits
-from antiphon.engine.cache.block_pool import BlockPool
-from antiphon.engine.scheduling.scheduler import (
-    MAX_DEFERRED_STEPS,
-    Batch,
-    schedule,
-)
+from antiphon.engine.kv_cache import BlockPool
+from antiphon.engine.scheduler import MAX_DEFERRED_STEPS, Batch, schedule
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from antiphon.bundle.manifest import MANIFEST_NAME
 from antiphon.domain.errors import BadBundle, LastModel, ModelExists, ModelNotFound, OverBudget, Unavailable
 from antiphon.domain.request import SamplingParams
-from antiphon.engine.sequences.stream import OutputStream
+from antiphon.engine.stream import OutputStream
 from antiphon.observability.metrics import MetricFamilies
 from antiphon.ops.cache_geometry import BLOCK_SIZE
 from antiphon.ops.workspace import _NativeStats
@@ -92,7 +92,7 @@ async def test_unload_frees_the_runner_its_pool_and_its_workspace_round_after_ro
         await ask(served).collect()
         stepper = served.engine._lanes[0].stepper
         assert stepper is not None
-        runner: Any = stepper._parts.runner
+        runner: Any = stepper._runner
         native = (runner.workspace._stats, runner.workspace._handle)
         gone = [weakref.ref(runner), weakref.ref(runner.cache), weakref.ref(runner.workspace)]
         del runner, stepper

@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry
 from antiphon.bundle.manifest import Bundle, MemoryFit, MemoryProfile, load_bundle
 from antiphon.domain.errors import InvalidArgument, OverBudget, Unavailable
 from antiphon.domain.limits import EngineLimits
-from antiphon.engine.sequences.stream import OutputStream
+from antiphon.engine.stream import OutputStream
 from antiphon.observability.metrics import MetricFamilies
 from antiphon.ops.cache_geometry import blocks_for
 from antiphon.rpc.v1.answers.pacing import Pacing

@@ -11,9 +11,8 @@ import pytest
 from grpc_health.v1 import health
 from prometheus_client import CollectorRegistry
 
-from antiphon.engine.engine import Engine
-from antiphon.engine.heartbeat import Heartbeat
-from antiphon.engine.sequences.stream import OutputStream
+from antiphon.engine.engine import Engine, Heartbeat
+from antiphon.engine.stream import OutputStream
 from antiphon.observability.engine_metrics import Metrics
 from antiphon.observability.metrics import MetricFamilies
 from antiphon.rpc.calls.background import running_in_background

@@ -1,6 +1,6 @@
 // One step of beam search over many requests: model/antiphon/ops/beam_step.py describes the arrays and calls these functions.
 //
-// The rules of the search are in service/antiphon/engine/beams/beam_search.py; those of blocks in beam_rows.py beside it.
+// The rules of the search are in service/antiphon/engine/beam_search.py, as are those of blocks.
 #include <algorithm>
 #include <cstdint>
 #include <limits>

@@ -14,8 +14,8 @@ from antiphon.domain.errors import InvalidArgument, InWords, Unsupported
 from antiphon.domain.ranges import check_tokens
 from antiphon.domain.request import SamplingParams, Task
 from antiphon.domain.tasks import Generate
-from antiphon.engine.constraints.logits_processors import LogitsProcessors
 from antiphon.engine.engine import Engine
+from antiphon.engine.logits_processors import LogitsProcessors
 from antiphon.ops.logits_warpers import Warp
 from antiphon.ops.sampling import FLOAT_PARAMS, as_float32
 from antiphon.ops.sampling_stages import Stage, StageDistribution, likeliest_ids, sampling_stages

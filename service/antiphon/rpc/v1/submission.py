@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from antiphon.domain.errors import InvalidArgument
 from antiphon.domain.request import Request, TokenEvent
 from antiphon.engine.engine import Engine
-from antiphon.engine.sequences.stream import OutputStream
+from antiphon.engine.stream import OutputStream
 from antiphon.observability.call import current_call
 from antiphon.rpc.v1.answers.answers import Answer
 from antiphon.rpc.v1.answers.pacing import Pacing

@@ -12,8 +12,8 @@ from antiphon.bundle.manifest import Bundle, BundleError, GraphSet, load_bundle
 from antiphon.bundle.position_tables import read_position_tables
 from antiphon.domain.errors import InvalidArgument
 from antiphon.domain.limits import EncodeBudget, EngineLimits
+from antiphon.engine.admission import limits_of
 from antiphon.engine.engine import Engine
-from antiphon.engine.scheduling.admission import limits_of
 from antiphon.observability.engine_metrics import Metrics
 from antiphon.observability.metrics import MetricFamilies
 from antiphon.ops.cache_geometry import BLOCK_SIZE, blocks_of_longest
@@ -223,7 +223,7 @@ def _open(
     )
     metrics = _metrics(Metrics(resources.families, name), bundle, graphs, opened.memory)
     metrics.watch_arena(*(lane_runner.workspace for lane_runner in opened.runners))
-    engine = Engine(runner, opened.limits, metrics, further=opened.runners[1:])
+    engine = Engine(runner, opened.limits, metrics, more_runners=opened.runners[1:])
     return Served(
         name=name,
         precision=runner.precision,

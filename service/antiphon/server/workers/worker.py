@@ -22,7 +22,7 @@ from google.protobuf.message import Message
 from prometheus_client import CollectorRegistry
 
 from antiphon.domain.errors import OverBudget
-from antiphon.engine.interpreter import interpreter_for_steps
+from antiphon.engine.engine import interpreter_for_steps
 from antiphon.observability.logging import configure_logging
 from antiphon.observability.telemetry import Telemetry
 from antiphon.rpc.calls.connections.ports import PortError

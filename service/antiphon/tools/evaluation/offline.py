@@ -12,7 +12,7 @@ from tqdm import tqdm
 from antiphon.domain.limits import EngineLimits
 from antiphon.domain.request import Request, TokenEvent
 from antiphon.engine.engine import Engine
-from antiphon.engine.sequences.stream import OutputStream
+from antiphon.engine.stream import OutputStream
 from antiphon.observability.engine_metrics import Metrics
 from antiphon.observability.metrics import MetricFamilies
 from antiphon.runtime.runners import AnyRunner

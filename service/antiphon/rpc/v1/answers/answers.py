@@ -13,7 +13,7 @@ from antiphon.domain.beam_steps import Beam, BeamStep
 from antiphon.domain.errors import EngineFault
 from antiphon.domain.request import FinishReason, Request, Timing, TokenEvent, TokenLogprob
 from antiphon.domain.tasks import Generate
-from antiphon.engine.constraints.stop_strings import StopFilter, TokenStopMatcher
+from antiphon.engine.stop_strings import StopFilter, TokenStopMatcher
 from antiphon.text.tokenizer import IncrementalDecoder, Tokenizer
 from antiphon.v1 import inference_pb2 as pb
 

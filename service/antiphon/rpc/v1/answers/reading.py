@@ -15,7 +15,7 @@ from antiphon.domain.cancellation import CancelCause
 from antiphon.domain.errors import AntiphonError, SlowReader
 from antiphon.domain.request import Request
 from antiphon.engine.engine import Engine
-from antiphon.engine.sequences.stream import OutputStream
+from antiphon.engine.stream import OutputStream
 from antiphon.observability.call import current_call
 
 # A client's cancellation at its deadline may arrive before the deadline that it sent: grpc rounds that up by up to 1 %.

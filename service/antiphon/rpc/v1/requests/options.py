@@ -18,7 +18,7 @@ from antiphon.domain.combinations import Controls
 from antiphon.domain.errors import InvalidArgument
 from antiphon.domain.ranges import check_token_ids
 from antiphon.domain.request import SamplingParams
-from antiphon.engine.constraints.stop_strings import check_stop_strings
+from antiphon.engine.stop_strings import check_stop_strings
 from antiphon.rpc.v1.served.model_defaults import NO_DEFAULTS, own_defaults, with_defaults
 from antiphon.v1 import inference_pb2 as pb
 

@@ -14,9 +14,8 @@ from prometheus_client import CollectorRegistry
 from antiphon.domain.limits import EngineLimits
 from antiphon.domain.request import Arrival, FinishReason, SamplingParams, TokenEvent
 from antiphon.domain.tasks import Generate
-from antiphon.engine.engine import Engine
-from antiphon.engine.interpreter import interpreter_for_steps
-from antiphon.engine.sequences.stream import OutputStream
+from antiphon.engine.engine import Engine, interpreter_for_steps
+from antiphon.engine.stream import OutputStream
 from antiphon.observability.engine_metrics import Metrics
 from antiphon.observability.metrics import MetricFamilies
 from antiphon.runtime.runner import Runner
@@ -35,7 +34,7 @@ class Offline:
         limits = EngineLimits.for_offline_work(rows)
         self._eos_id = first.eos_id
         metrics = Metrics(MetricFamilies(CollectorRegistry()), "offline")
-        self._engine = Engine(first, limits, metrics, further=further)
+        self._engine = Engine(first, limits, metrics, more_runners=further)
         self._loop = asyncio.Runner(loop_factory=uvloop.new_event_loop)
 
     def translate(

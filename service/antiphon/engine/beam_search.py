@@ -3,10 +3,14 @@
 Each request follows the rules of transformers' `_beam_search` (5.x). For each beam, 1 + (number of end ids) candidates
 are kept. Of the best beam_width candidates, those that end become hypotheses. Of those that do not end, the best
 beam_width continue. What happens at every step is native (`antiphon.ops.beam_step`), for all searches of one shape
-together; rare cases (an end, a finished search) are handled here, one by one. Knows ids and scores; no blocks, models
-or clocks.
+together; rare cases (an end, a finished search) are handled here, one by one.
 
-Axes: G searches, W beams, C candidates of each beam, and of each search.
+Beams are rows of the batch (`BeamRows`), and share the blocks of their common prefix. A row owns one block of each
+block column; a column is block_size consecutive positions of the longest target. In the column that is written now,
+every beam has a separate block. Blocks of full columns that no beam reads any more are freed. A block is copied only
+when two beams are about to write to it.
+
+Axes: G searches of one shape, W beams, C candidates of each beam, and of each search.
 """
 
 from __future__ import annotations
@@ -20,7 +24,13 @@ from numpy.typing import NDArray
 
 from antiphon.domain.beam_steps import Beam, BeamStep
 from antiphon.domain.request import EarlyStopping, FinishReason
+from antiphon.engine.batch import RunningRows
+from antiphon.engine.kv_cache import KVCache
+from antiphon.engine.row_sampling import num_candidates
+from antiphon.engine.sequence import SequenceGroup
+from antiphon.engine.stream import Item, TokenSink
 from antiphon.ops.beam_step import NONE, Ended, EngineRows, SearchArrays, Shared
+from antiphon.runtime.runner import Runner, Samples
 
 _DEAD = -1.0e9  # score of a beam that has no text yet, as in transformers
 _LEAST_ALIVE = _DEAD / 2  # every beam with a text has a higher score
@@ -136,12 +146,12 @@ class BeamSearches:
         """
         arrays, searches = self._arrays, self.searches
         ended = arrays.choose(candidates, rows)
-        for one in ended:
-            self._finish(searches[one.slot], one)
+        for candidate in ended:
+            self._finish(searches[candidate.slot], candidate)
         keeps_logprobs = any(search.settings.keeps_logprobs for search in searches)
         self._agreed = arrays.remember(len(searches), keeps_logprobs=keeps_logprobs)
         for search in self._recorded:
-            self._record(search, [one for one in ended if one.slot == search.slot])
+            self._record(search, [candidate for candidate in ended if candidate.slot == search.slot])
         is_over: list[bool] = arrays.is_over[: len(searches)].tolist()
         return [search for search in searches if is_over[search.slot] or not self._may_improve(search)]
 
@@ -158,7 +168,7 @@ class BeamSearches:
 
         These are the tokens that all live beams and the best finished hypothesis share.
         """
-        found = []
+        agreed: list[tuple[Search, list[int]]] = []
         for slot, beam, count in self._agreed:
             search = self.searches[slot]
             known = int(self._arrays.num_streamed[slot])
@@ -166,11 +176,11 @@ class BeamSearches:
             if search.finished:
                 # text_ids omits the token that ended the hypothesis; at the last step beams have end tokens too.
                 best = search.finished[0].text_ids[known:]
-                tokens = [one for one, _ in itertools.takewhile(_is_same, zip(tokens, best, strict=False))]
+                tokens = [token_id for token_id, _ in itertools.takewhile(_is_same, zip(tokens, best, strict=False))]
             self._arrays.num_streamed[slot] = known + len(tokens)
-            found.append((search, tokens))
+            agreed.append((search, tokens))
         self._agreed = []
-        return found
+        return agreed
 
     def num_streamed(self, search: Search) -> int:
         """Return the number of tokens of its first output that were streamed."""
@@ -178,12 +188,13 @@ class BeamSearches:
 
     def hypotheses(self, search: Search, count: int, *, reason: FinishReason | None = None) -> list[Hypothesis]:
         """Return the best `count` hypotheses, best first. With a reason, live beams end with it and are included."""
-        found = list(search.finished)
+        hypotheses = list(search.finished)
         if reason is not None and self._length(search):
             scores = self._arrays.scores[search.slot].tolist()
-            found += [self._cut(search, beam, reason) for beam, score in enumerate(scores) if score > _LEAST_ALIVE]
-            found.sort(key=_by_score)
-        return found[:count]
+            alive = [beam for beam, score in enumerate(scores) if score > _LEAST_ALIVE]
+            hypotheses += [self._cut(search, beam, reason) for beam in alive]
+            hypotheses.sort(key=_by_score)
+        return hypotheses[:count]
 
     def _finish(self, search: Search, ended: Ended) -> None:
         """Turn a candidate that ends, of the best `width`, into a hypothesis if it is one of the best."""
@@ -228,9 +239,9 @@ class BeamSearches:
             moves = zip(*self.moves(search), totals, strict=True)
             live = tuple(Beam(*move) for move in moves if move[2] > _LEAST_ALIVE)
         finished = tuple(
-            Beam(one.parent, one.token_id, one.total, _score(one.total, length, settings))
-            for one in ended
-            if one.total > _LEAST_ALIVE
+            Beam(candidate.parent, candidate.token_id, candidate.total, _score(candidate.total, length, settings))
+            for candidate in ended
+            if candidate.total > _LEAST_ALIVE
         )
         search.steps.append(BeamStep(live, finished))
 
@@ -259,3 +270,148 @@ def _reason(token_id: int, settings: BeamSettings) -> FinishReason:
     if token_id == settings.eos_id:
         return FinishReason.STOP
     return FinishReason.STOP_SEQUENCE if token_id in settings.stop_ids else FinishReason.LENGTH
+
+
+@dataclass(eq=False, slots=True)
+class _Running:
+    """A search and its group."""
+
+    search: Search
+    group: SequenceGroup
+
+
+class _Shape:
+    """The running searches of one width and number of candidates, slot by slot."""
+
+    def __init__(self, width: int, candidates: int, max_len: int) -> None:
+        self.searches = BeamSearches(width, candidates, max_len)
+        self.running: list[_Running] = []
+        self._rows: NDArray[np.int64] = np.zeros((0, width), np.int64)
+        self._changes = -1
+
+    def rows(self, changes: int) -> NDArray[np.int64]:
+        """Return the row of every beam, [G, W]. changes: a number that differs once rows were added or removed."""
+        if changes != self._changes:
+            rows = [sequence.row for running in self.running for sequence in running.group.sequences]
+            self._rows = np.array(rows, np.int64).reshape(len(self.running), self.searches.width)
+            self._changes = changes
+        return self._rows
+
+
+class BeamRows:
+    """All running beam searches, over the rows, blocks and caches of an engine."""
+
+    def __init__(self, rows: RunningRows, cache: KVCache, runner: Runner) -> None:
+        self._rows = rows
+        self._cache = cache
+        self._runner = runner
+        self._shapes: dict[tuple[int, int], _Shape] = {}
+        self._of: dict[str, tuple[_Shape, _Running]] = {}
+        self._arrays = EngineRows(rows.token_ids, rows.positions, rows.tables.own, cache.pool.block_size)
+
+    def __len__(self) -> int:
+        return len(self._of)
+
+    def add(self, group: SequenceGroup) -> None:
+        """Start the search of a group that has its rows already."""
+        params = group.request.params
+        key = (params.beam_width, num_candidates(group))
+        shape = self._shapes.get(key)
+        if shape is None:
+            shape = self._shapes[key] = _Shape(*key, self._runner.max_target_len + 1)
+        settings = BeamSettings(
+            width=params.beam_width,
+            max_new_tokens=group.max_new_tokens,
+            eos_id=self._runner.eos_id,
+            stop_ids=params.stop_ids,
+            forced_first_id=params.forced_first_id,
+            length_penalty=params.length_penalty,
+            early_stopping=params.early_stopping,
+            keeps_logprobs=params.num_logprobs is not None,
+            is_streamed=group.request.is_streamed and params.num_logprobs is None,
+            reports_steps=group.request.reports_beam_steps,
+        )
+        running = _Running(shape.searches.add(settings), group)
+        shape.running.append(running)
+        self._of[group.request_id] = (shape, running)
+
+    def remove(self, group: SequenceGroup) -> None:
+        """Remove the search of a group, if it has one."""
+        entry = self._of.pop(group.request_id, None)
+        if entry is None:
+            return
+        shape, running = entry
+        slot, last = running.search.slot, shape.running.pop()
+        if shape.searches.remove(running.search) is not None:
+            shape.running[slot] = last
+
+    def advance(self, samples: Samples) -> list[SequenceGroup]:
+        """Move every beam to its next token; returns the groups whose search has ended, their rows not yet freed."""
+        ended: list[SequenceGroup] = []
+        for shape in self._shapes.values():
+            if shape.running:
+                ended += self._advance_shape(shape, samples)
+        return ended
+
+    def common_tokens(self) -> tuple[list[TokenSink], list[Item]]:
+        """Return the common prefix of each search's live beams, as far as not streamed: sinks, a token for each."""
+        sinks: list[TokenSink] = []
+        items: list[Item] = []
+        for shape in self._shapes.values():
+            for search, token_ids in shape.searches.take_agreed():
+                sinks += [shape.running[search.slot].group.stream] * len(token_ids)
+                items += token_ids
+        return sinks, items
+
+    def hypotheses(self, group: SequenceGroup, reason: FinishReason | None = None) -> tuple[list[Hypothesis], int]:
+        """Return a group's outputs, best first, and the number of streamed tokens of the first one.
+
+        reason: finish reason of the live beams of a search that has not ended by itself.
+        """
+        shape, running = self._of[group.request_id]
+        count = group.request.params.num_return_sequences
+        hypotheses = shape.searches.hypotheses(running.search, count, reason=reason)
+        return hypotheses, shape.searches.num_streamed(running.search)
+
+    def steps(self, group: SequenceGroup) -> tuple[BeamStep, ...]:
+        """Return the steps of a group's search so far; empty unless its request asks for them."""
+        _, running = self._of[group.request_id]
+        return tuple(running.search.steps)
+
+    def _advance_shape(self, shape: _Shape, samples: Samples) -> list[SequenceGroup]:
+        rows = shape.rows(self._rows.num_changes)
+        ended = shape.searches.advance((samples.top_ids, samples.top_scores, samples.top_logprobs), rows)
+        shared = shape.searches.share(self._arrays, rows)
+        if len(shared.sources):
+            self._runner.copy_blocks(shared.sources, shared.targets)
+        for slot in shared.full:
+            group = shape.running[slot].group
+            num_cached = int(self._rows.positions[rows[slot, 0]])
+            self._give_back(group, rows[slot], num_cached // self._cache.pool.block_size)
+        self._fork_processors(shape)
+        return [shape.running[search.slot].group for search in ended]
+
+    def _give_back(self, group: SequenceGroup, rows: NDArray[np.int64], num_full: int) -> None:
+        """Free the blocks of full block columns that no beam reads any more."""
+        named = set(self._rows.tables.own[rows, :num_full].ravel().tolist())
+        written = {block for sequence in group.sequences for block in sequence.self_block_table[:num_full]}
+        unread = (written - named) & group.blocks
+        if unread:
+            self._cache.free_unread(group, unread)
+
+    def _fork_processors(self, shape: _Shape) -> None:
+        for running in shape.running:
+            sequences = running.group.sequences
+            if sequences[0].processors is None:
+                continue
+            parents, token_ids = shape.searches.moves(running.search)
+            before = [sequence.processors for sequence in sequences]
+            used: set[int] = set()
+            for sequence, parent in zip(sequences, parents, strict=True):
+                processors = before[parent]
+                assert processors is not None
+                sequence.processors = processors.fork() if parent in used else processors
+                used.add(parent)
+            for sequence, token_id in zip(sequences, token_ids, strict=True):
+                assert sequence.processors is not None
+                sequence.processors.push(token_id)

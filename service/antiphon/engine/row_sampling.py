@@ -8,31 +8,28 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from antiphon.engine.batch.first_input import forced_id
-from antiphon.engine.sequences.sequence import Sequence, SequenceGroup
+from antiphon.domain.request import Task
+from antiphon.engine.sequence import Sequence, SequenceGroup
 from antiphon.ops.counter_random import seed_of_output
 from antiphon.ops.sampling import FLOAT_PARAMS, INT_PARAMS, as_float32, neutral_sampling
 from antiphon.runtime.runner import SamplingArrays
 
 
 class RowSampling:
-    """Sampling parameters of max_rows rows.
-
-    choices: one entry for each row, without edits of logits processors.
-    """
+    """Sampling parameters of max_rows rows."""
 
     def __init__(self, max_rows: int) -> None:
-        self.held = neutral_sampling(max_rows)
+        self._sampling = neutral_sampling(max_rows)  # without edits of logits processors
         self._processed: list[Sequence] = []  # sequences with logits processors
 
     @property
     def arrays(self) -> tuple[NDArray[Any], ...]:
         """Every array, with one entry for each row."""
-        return (self.held.float_params, self.held.int_params)
+        return (self._sampling.float_params, self._sampling.int_params)
 
     def fill(self, row: int, sequence: Sequence) -> None:
         """Write the parameters of a sequence that starts in a row."""
-        group, held = sequence.group, self.held
+        group, arrays = sequence.group, self._sampling
         params, num_logprobs = group.request.params, group.request.num_logprobs
         if group.is_beam_search:
             num_logprobs = num_candidates(group)
@@ -44,14 +41,14 @@ class RowSampling:
             "is_normalized": group.is_beam_search,
             "is_exclusive": sequence.processors is not None and sequence.processors.is_exclusive,
         }
-        held.float_params[row] = [as_float32(getattr(params, name)) for name in FLOAT_PARAMS]
-        held.int_params[row] = [ints[name] for name in INT_PARAMS]
+        arrays.float_params[row] = [as_float32(getattr(params, name)) for name in FLOAT_PARAMS]
+        arrays.int_params[row] = [ints[name] for name in INT_PARAMS]
         if sequence.processors is not None:
             self._processed.append(sequence)
 
     def is_forced(self, row: int) -> bool:
         """Return whether the row's first token is forced and not sampled."""
-        return bool(self.held.ints("forced_id")[row] >= 0)
+        return bool(self._sampling.ints("forced_id")[row] >= 0)
 
     def remove(self, sequence: Sequence) -> None:
         """Forget the logits processors of a sequence that leaves its row."""
@@ -60,18 +57,18 @@ class RowSampling:
 
     def end_first_step(self, num_rows: int) -> None:
         """Let every row sample from now on: forced tokens are for a row's first step only."""
-        self.held.ints("forced_id")[:num_rows] = -1
+        self._sampling.ints("forced_id")[:num_rows] = -1
 
     def of_rows(self, num_rows: int, picks: NDArray[np.int32]) -> SamplingArrays:
         """Return one sample for each row, after the token picked for it; without edits."""
-        held = self.held
+        arrays = self._sampling
         return SamplingArrays(
             picks=picks,
-            float_params=held.float_params[:num_rows],
-            int_params=held.int_params[:num_rows],
-            edit_offsets=held.edit_offsets[: num_rows + 1],
-            edit_ids=held.edit_ids,
-            edit_values=held.edit_values,
+            float_params=arrays.float_params[:num_rows],
+            int_params=arrays.int_params[:num_rows],
+            edit_offsets=arrays.edit_offsets[: num_rows + 1],
+            edit_ids=arrays.edit_ids,
+            edit_values=arrays.edit_values,
         )
 
     def with_processors(self, sampling: SamplingArrays) -> SamplingArrays:
@@ -121,3 +118,12 @@ def num_candidates(group: SequenceGroup) -> int:
     """
     params = group.request.params
     return params.beam_width * (2 + len(params.stop_ids))
+
+
+def forced_id(sequence: Sequence) -> int:
+    """Return the token that replaces the sequence's first sample; -1 if the first token is sampled."""
+    request = sequence.group.request
+    if request.task is Task.SCORE:
+        return request.target_ids[-1]
+    forced = request.params.forced_first_id
+    return -1 if forced is None or sequence.produced or sequence.group.is_beam_search else forced

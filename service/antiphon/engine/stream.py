@@ -1,22 +1,116 @@
-"""Streams of tokens from the engine's thread to their readers in event loops.
+"""Streams of tokens from the engine's threads to their readers in event loops.
 
 The engine publishes a whole step with one call into each event loop. A stream gives its reader the first token at once
-and merges later ones, because each message costs CPU time that the model needs. Knows ids; no text and no protobuf.
+and merges later ones, because each message costs CPU time that the model needs. Unread tokens are packed: a client that
+reads nothing would otherwise keep Python objects for every number of its answer, 3 KB for a token with 20 alternatives,
+where the packed numbers take 170 bytes.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import enum
+import struct
+from array import array
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
 from collections.abc import Sequence as SequenceABC
-from typing import Any, Protocol
+from functools import partial
+from itertools import chain
+from typing import Any, Protocol, cast
 
 from antiphon.domain.cancellation import CancelCause
-from antiphon.domain.request import FinishReason, TokenEvent
-from antiphon.engine.sequences.reader import read_when
-from antiphon.engine.sequences.unread_tokens import Item, UnreadTokens, bytes_of_logprobs
+from antiphon.domain.request import FinishReason, TokenEvent, TokenLogprob
+from antiphon.engine.reader import read_when
+
+Item = int | TokenLogprob
+"""A new token: its id, or its id with log-probabilities if the request asks for them."""
+
+# Tokens that stay objects. A reader that keeps up takes about as many at a time, so little is packed for it.
+_MAX_IDS = 8
+_MAX_LOGPROBS = 3  # an object with 20 alternatives takes 3 KB, packing and unpacking it 5 us
+# Token id, log-probability and number of alternatives; then id and log-probability of each alternative.
+_RECORD = struct.Struct("<ifH")
+# Memory of an item that is not packed.
+_ID_BYTES = 40
+_LOGPROB_BYTES = 128
+_ALTERNATIVE_BYTES = 136
+
+
+class UnreadTokens:
+    """Unread tokens of one output, oldest first. Log-probabilities are kept in float32, as messages carry them."""
+
+    def __init__(self) -> None:
+        self._newest: list[Item] = []
+        self._packed_ids: array[int] = array("i")
+        self._records = bytearray()
+
+    def __len__(self) -> int:
+        return len(self._packed_ids) + len(self._newest)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the tokens."""
+        packed_bytes = self._packed_ids.itemsize * len(self._packed_ids) + len(self._records)
+        return packed_bytes + sum(_bytes_of_item(item) for item in self._newest)
+
+    def push(self, item: Item) -> None:
+        """Add a token."""
+        self._newest.append(item)
+        if len(self._newest) > (_MAX_LOGPROBS if isinstance(item, TokenLogprob) else _MAX_IDS):
+            self._pack()
+
+    def take(self) -> tuple[tuple[int, ...], tuple[TokenLogprob, ...]]:
+        """Remove all tokens. Return their ids, and the log-probabilities of those that have some."""
+        newest = tuple(self._newest)
+        self._newest.clear()
+        if TokenLogprob in map(type, newest):
+            logprobs = tuple(item for item in newest if isinstance(item, TokenLogprob))
+            ids = tuple(item.token_id if isinstance(item, TokenLogprob) else item for item in newest)
+        else:  # as for nearly every request
+            ids, logprobs = cast("tuple[int, ...]", newest), ()
+        if self._packed_ids:
+            ids, logprobs = (*self._packed_ids, *ids), (*_unpacked(self._records), *logprobs)
+            self._packed_ids, self._records = array("i"), bytearray()
+        return ids, logprobs
+
+    def _pack(self) -> None:
+        for item in self._newest:
+            if isinstance(item, TokenLogprob):
+                self._packed_ids.append(item.token_id)
+                self._records += _packed(item)
+            else:
+                self._packed_ids.append(item)
+        self._newest.clear()
+
+
+def bytes_of_logprobs(entries: tuple[TokenLogprob, ...]) -> int:
+    """Return the memory of log-probabilities as objects."""
+    return sum(_LOGPROB_BYTES + _ALTERNATIVE_BYTES * len(entry.alternatives) for entry in entries)
+
+
+def _bytes_of_item(item: Item) -> int:
+    return bytes_of_logprobs((item,)) if isinstance(item, TokenLogprob) else _ID_BYTES
+
+
+def _packed(entry: TokenLogprob) -> bytes:
+    num = len(entry.alternatives)
+    numbers = chain.from_iterable(entry.alternatives)
+    return struct.pack(f"<ifH{'if' * num}", entry.token_id, entry.logprob, num, *numbers)
+
+
+def _unpacked(records: bytearray) -> list[TokenLogprob]:
+    entries, start = [], 0
+    while start < len(records):
+        token_id, logprob, num = _RECORD.unpack_from(records, start)
+        start += _RECORD.size
+        numbers = struct.unpack_from(f"<{'if' * num}", records, start)
+        start += 8 * num
+        alternatives = tuple(zip(numbers[::2], numbers[1::2], strict=True))
+        entries.append(TokenLogprob(token_id, logprob, alternatives))
+    return entries
+
 
 # Memory of a beam in the record of a search.
 _BEAM_BYTES = 152
@@ -37,13 +131,20 @@ class TokenSink(Protocol):
         """Add a token; in the event loop only."""
 
 
+class _Stage(enum.Enum):
+    """Stage of a stream."""
+
+    OPEN = "open"
+    ENDED = "ended"  # the last event has arrived
+    EXHAUSTED = "exhausted"  # the last event has been read
+
+
 class OutputStream:
     """Token events of one request, for one reader in one event loop. It is the sink of the first output.
 
-    Iteration yields at most one message per `coalesce_s` seconds for each output, but first tokens and terminal events
-    at once. Unread tokens are kept; the request's limit on new tokens bounds their number.
-
-    A reader that is no coroutine calls `listen` and `take` instead of iterating or collecting.
+    A reader calls `listen` and `take`. A coroutine can iterate instead, or `collect` the last events. Tokens are sent
+    at most once per `coalesce_s` seconds, but first tokens and terminal events at once. Unread tokens are kept; the
+    request's limit on new tokens bounds their number.
 
     end_reason: reason for which the engine ended the request. The engine's thread sets it before the end is read.
     on_end: called with every terminal event when it arrives, read or not; None after the last.
@@ -58,32 +159,50 @@ class OutputStream:
         self.request_id = request_id
         self.loop = loop or asyncio.get_running_loop()
         self.end_reason: FinishReason | None = None
+        self.cancel_cause: CancelCause | None = None
+        self.on_end: Callable[[TokenEvent], None] | None = None
         self._coalesce_s = coalesce_s
         self._pending: dict[int, UnreadTokens] = {0: UnreadTokens()}
         self._first = self._pending[0]
         self._finals: deque[TokenEvent] = deque()
-        self._is_ended = False  # the last event has arrived
-        self._is_exhausted = False  # the last event has been read
-        self.cancel_cause: CancelCause | None = None
-        self.on_end: Callable[[TokenEvent], None] | None = None
-        self._is_due = True  # the coalescing window is over: the reader may receive a token
+        self._stage = _Stage.OPEN
         self._wants_tokens = False
-        self._reader: asyncio.Future[None] | None = None
         self._on_readable: Callable[[], None] | None = None
-        self._is_announced = False  # on_readable was called since the last `take`
-        self._window: asyncio.TimerHandle | None = None
+        self._is_announced = False  # on_readable was called since `listen`, or since the last `take`
+        self._window: asyncio.TimerHandle | None = None  # until it ends, the reader receives no token
 
     @property
     def unread_bytes(self) -> int:
         """Memory of the tokens and terminal events that the reader has not taken."""
         return sum(tokens.num_bytes for tokens in self._pending.values()) + sum(map(_bytes_of, self._finals))
 
+    def listen(self, on_readable: Callable[[], None], *, wants_tokens: bool) -> None:
+        """Call on_readable once `take` has something to return; after each `take`, once more.
+
+        wants_tokens: False calls it only when the last event has arrived.
+        """
+        self._on_readable = on_readable
+        self._wants_tokens = wants_tokens
+        self._is_announced = False
+
+    def take(self) -> list[TokenEvent]:
+        """Return the terminal events with all tokens not yet read, by index, or the event of an error alone.
+
+        Before them come unread tokens of other outputs, merged.
+        """
+        finals = self._take_finals()
+        tokens = []
+        while self._wants_tokens and self._stage is not _Stage.EXHAUSTED and self._has_pending():
+            tokens.append(self._take_tokens())
+        self._is_announced = False
+        return [*tokens, *finals]
+
     def __aiter__(self) -> OutputStream:
         return self
 
     def __anext__(self) -> Coroutine[Any, Any, TokenEvent]:
         """Return the next merged event of any output."""
-        if self._is_exhausted:
+        if self._stage is _Stage.EXHAUSTED:
             raise StopAsyncIteration
         self._wants_tokens = True
         return read_when(self._is_readable, self._arrival, self._take_next)
@@ -93,30 +212,10 @@ class OutputStream:
 
         Wakes once. After an error, returns its event alone. Raises StopAsyncIteration if the last event has been read.
         """
-        if self._is_exhausted:
+        if self._stage is _Stage.EXHAUSTED:
             raise StopAsyncIteration
         self._wants_tokens = False
-        return read_when(lambda: self._is_ended, self._arrival, lambda: tuple(self._take_finals()))
-
-    def listen(self, on_readable: Callable[[], None], *, wants_tokens: bool) -> None:
-        """Call on_readable once `take` has something to return; after each `take`, once more.
-
-        wants_tokens: False calls it only when the last event has arrived.
-        """
-        self._on_readable = on_readable
-        self._wants_tokens = wants_tokens
-
-    def take(self) -> list[TokenEvent]:
-        """Return the terminal events with all tokens not yet read, by index, or the event of an error alone.
-
-        Before them come unread tokens of other outputs, merged.
-        """
-        finals = self._take_finals()
-        tokens = []
-        while self._wants_tokens and not self._is_exhausted and self._has_pending():
-            tokens.append(self._take_tokens())
-        self._is_announced = False
-        return [*tokens, *finals]
+        return read_when(self._is_ended, self._arrival, lambda: tuple(self.take()))
 
     def output(self, index: int) -> TokenSink:
         """Return the sink of an output."""
@@ -125,7 +224,7 @@ class OutputStream:
     def push(self, item: Item) -> None:
         """Add a token of the first output; in the stream's event loop only."""
         self._first.push(item)
-        if self._wants_tokens and self._is_due:
+        if self._wants_tokens and self._window is None:
             self._wake()
 
     def push_to(self, output_index: int, item: Item) -> None:
@@ -134,39 +233,40 @@ class OutputStream:
         if tokens is None:
             tokens = self._pending[output_index] = UnreadTokens()
         tokens.push(item)
-        if self._wants_tokens and self._is_due:
+        if self._wants_tokens and self._window is None:
             self._wake()
 
     def finish(self, event: TokenEvent) -> None:
         """Add a terminal event; in the stream's event loop only. Events after the last are ignored."""
-        if self._is_ended:
+        if self._stage is not _Stage.OPEN:
             return
         self._finals.append(event)
-        self._is_ended = event.is_last
+        if event.is_last:
+            self._stage = _Stage.ENDED
         if self.on_end is not None:
             self.on_end(event)
-        if event.is_last:
-            self.on_end = None  # it refers to the call, which refers to this stream: a cycle would keep both in memory
-        if self._wants_tokens or self._is_ended:
+        if self._wants_tokens or event.is_last:
             self._wake()
-        if event.is_last:
-            self._on_readable = None  # it refers to the reader, which refers to this stream
+        if event.is_last:  # both refer to objects that refer to this stream: a cycle would keep them in memory
+            self.on_end = self._on_readable = None
 
     def _has_pending(self) -> bool:
         return len(self._first) > 0 or (len(self._pending) > 1 and any(map(len, self._pending.values())))
 
     def _is_readable(self) -> bool:
-        return bool(self._finals) or (self._is_due and self._has_pending())
+        return bool(self._finals) or (self._window is None and self._has_pending())
+
+    def _is_ended(self) -> bool:
+        return self._stage is not _Stage.OPEN
 
     def _arrival(self) -> asyncio.Future[None]:
-        self._reader = self.loop.create_future()
-        return self._reader
+        """Return a future that is done at the next change for the reader."""
+        arrival = self.loop.create_future()
+        self.listen(partial(_resolve, arrival), wants_tokens=self._wants_tokens)
+        return arrival
 
     def _wake(self) -> None:
-        reader, self._reader = self._reader, None
-        if reader is not None and not reader.done():
-            reader.set_result(None)
-        elif self._on_readable is not None and not self._is_announced:
+        if self._on_readable is not None and not self._is_announced:
             self._is_announced = True
             self._on_readable()
 
@@ -174,7 +274,7 @@ class OutputStream:
         return self._take_final() if self._finals else self._take_tokens()
 
     def _take_finals(self) -> list[TokenEvent]:
-        if self._is_ended and self._finals[-1].error is not None:
+        if self._stage is _Stage.ENDED and self._finals[-1].error is not None:
             self._finals = deque((self._finals[-1],))
         return sorted((self._take_final() for _ in range(len(self._finals))), key=lambda e: e.output_index)
 
@@ -184,7 +284,7 @@ class OutputStream:
         token_ids, logprobs = ((), ()) if tokens is None else tokens.take()
         if event.is_last:
             self._end_window()
-            self._is_exhausted = True
+            self._stage = _Stage.EXHAUSTED
         return dataclasses.replace(event, token_ids=token_ids + event.token_ids, logprobs=logprobs + event.logprobs)
 
     def _take_tokens(self) -> TokenEvent:
@@ -196,16 +296,19 @@ class OutputStream:
 
     def _start_window(self) -> None:
         if self._coalesce_s > 0:
-            self._is_due = False
             self._window = self.loop.call_later(self._coalesce_s, self._end_window)
 
     def _end_window(self) -> None:
         if self._window is not None:
             self._window.cancel()
             self._window = None
-        self._is_due = True
         if self._wants_tokens and self._has_pending():
             self._wake()
+
+
+def _resolve(arrival: asyncio.Future[None]) -> None:
+    if not arrival.done():
+        arrival.set_result(None)
 
 
 def _bytes_of(event: TokenEvent) -> int:

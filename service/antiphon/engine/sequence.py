@@ -1,6 +1,6 @@
-"""Generation state of a request and of its rows.
+"""Generation state of a request and of its rows: plain data, changed by the engine's threads only.
 
-Plain data, changed by the engine's thread only. Values that change at every step (tokens, lengths) are in `batch/`.
+Values that change at every step (tokens, lengths) are in `batch`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 from antiphon.domain.beam_steps import BeamStep
 from antiphon.domain.cancellation import CancelCause
-from antiphon.domain.request import Request, StopMatcher, Task, Timing
-from antiphon.engine.constraints.logits_processors import LogitsProcessors
-from antiphon.engine.sequences.stream import OutputStream, TokenSink
+from antiphon.domain.request import Priority, Request, StopMatcher, Task, Timing
+from antiphon.engine.logits_processors import LogitsProcessors
+from antiphon.engine.stream import OutputStream, TokenSink
 
 # A token sampled from a narrowed distribution costs 1 / NARROWING_COST more than another. Measured with the shipped
 # model, whose short steps consist largely of sampling: a token takes 72 us of CPU with temperature alone, and 106 with
@@ -32,31 +32,29 @@ class SequenceState(enum.Enum):
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Sequence:
-    """One row of the batch: an output being generated, or a beam of a search.
-
-    index: index of the output, or of the beam.
-    row: index in the runner's batch while running.
-    self_block_table: its own blocks; the row of a beam may also read blocks of other beams.
-    processors: the request's penalties and constraints; None if it has none.
-    stop_matcher: finds stop strings in its tokens; None if the request has none.
-    sink: receives its tokens. For a beam search the search itself streams tokens.
-    logprob_sum: sum of the log-probabilities of its tokens, if the request asks for them.
-    num_generated: number of target tokens produced; set when its row is freed (before that, the rows count them).
-    produced: tokens that it had produced when it was preempted, which it feeds again; empty before.
-    is_finished: its terminal event exists.
-    """
+    """One row of the batch: an output being generated, or a beam of a search."""
 
     group: SequenceGroup
     index: int
+    """Index of the output, or of the beam."""
     sink: TokenSink
+    """Receives its tokens. For a beam search the search itself streams tokens."""
     row: int | None = None
+    """Index in the runner's batch while running."""
     self_block_table: tuple[int, ...] = ()
+    """Its own blocks; the row of a beam may also read blocks of other beams."""
     processors: LogitsProcessors | None = None
+    """The request's penalties and constraints; None if it has none."""
     stop_matcher: StopMatcher | None = None
+    """Finds stop strings in its tokens; None if the request has none."""
     logprob_sum: float = 0.0
+    """Sum of the log-probabilities of its tokens, if the request asks for them."""
     num_generated: int = 0
+    """Target tokens produced; set when its row is freed (before that, the rows count them)."""
     produced: tuple[int, ...] = ()
+    """Tokens that it had produced when it was preempted, which it feeds again; empty before."""
     is_finished: bool = False
+    """Its terminal event exists."""
 
     @property
     def needs_token_checks(self) -> bool:
@@ -77,71 +75,85 @@ class Sequence:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class SequenceGroup:
-    """Generation state of a request: all its rows, over one encoded source.
-
-    max_new_tokens: maximum target tokens of an output, the end token included; the model has room for them.
-    num_rows: number of its beams or samples; 0 if the source is only encoded.
-    num_self_blocks: blocks of each row's prefix and longest target. num_cross_blocks: blocks of the source.
-    num_first_blocks: number of num_self_blocks that a row receives when it joins; all of them unless it grows.
-    grows: True if its row receives further blocks when it needs them.
-    can_pause: True if its rows can be taken away and given back later, with the same tokens.
-    lane: index of the lane that it was admitted to; None while it waits.
-    sequences: its rows by index, while running; sequences of finished outputs stay, without a row.
-    starting: sequences that receive their rows together with the source's blocks.
-    pending: sequences that wait for a row, by index: not started, or preempted.
-    blocks: all blocks that it holds. peak_blocks: maximum number of blocks that it has held at one time.
-    source_len: tokens to encode, end token included; 0 for decoder-only models.
-    ticket: its place in the order of admission; a preempted group keeps it.
-    preempted_s: time of its preemption; None once it continues.
-    cost: expected source and target tokens, by which waiting clients take turns; a token of a narrowed distribution
-        counts more.
-    num_generated: number of target tokens produced for its finished outputs.
-    beam_steps: steps of its beam search, set at its end if its request asks for them.
-    cancel_cause: reason of its cancellation; None where it was not cancelled.
-    """
+    """Generation state of a request: all its rows, over one encoded source."""
 
     request: Request
     stream: OutputStream
+    """Receives its events."""
     max_new_tokens: int
+    """Maximum target tokens of an output, the end token included; the model has room for them."""
     num_rows: int
+    """Number of its beams or samples; 0 if the source is only encoded."""
     num_self_blocks: int
+    """Blocks of each row's prefix and longest target."""
     num_cross_blocks: int
+    """Blocks of the source."""
     num_first_blocks: int = 0
+    """Number of num_self_blocks that a row receives when it joins; all of them unless it grows."""
     grows: bool = False
+    """Its row receives further blocks when it needs them."""
     can_pause: bool = False
+    """Its rows can be taken away and given back later, with the same tokens."""
     state: SequenceState = SequenceState.WAITING
     lane: int | None = None
-    sequences: tuple[Sequence, ...] = ()
-    starting: tuple[Sequence, ...] = ()
-    pending: list[Sequence] = field(default_factory=list)
-    cross_block_table: tuple[int, ...] = ()
-    blocks: set[int] = field(default_factory=set)
-    peak_blocks: int = 0
-    num_finished: int = 0
+    """Index of the lane that it was admitted to; None while it waits."""
     ticket: int = 0
-    admitted_s: float | None = None
-    encoded_s: float | None = None
-    first_token_s: float | None = None
-    preempted_s: float | None = None
-    num_generated: int = 0
-    beam_steps: tuple[BeamStep, ...] = ()
-    cancel_cause: CancelCause | None = None
+    """Its place in the order of admission; a preempted group keeps it."""
     source_len: int = field(init=False)
+    """Tokens to encode, end token included; 0 for decoder-only models."""
     cost: int = field(init=False)
+    """Expected source and target tokens, by which waiting clients take turns; a token of a narrowed distribution counts
+    more."""
+
+    sequences: tuple[Sequence, ...] = ()
+    """Its rows by index, while running; sequences of finished outputs stay, without a row."""
+    starting: tuple[Sequence, ...] = ()
+    """Sequences that receive their rows together with the source's blocks."""
+    pending: list[Sequence] = field(default_factory=list)
+    """Sequences that wait for a row, by index: not started, or preempted."""
+    cross_block_table: tuple[int, ...] = ()
+    """Blocks of the source, in the order of its tokens."""
+    blocks: set[int] = field(default_factory=set)
+    """All blocks that it holds."""
+    peak_blocks: int = 0
+    """Maximum number of blocks that it has held at one time."""
+
+    admitted_s: float | None = None
+    """Time at which it first left the queue."""
+    encoded_s: float | None = None
+    """Time at which its source was first encoded."""
+    first_token_s: float | None = None
+    """Time of the first token of any output."""
+    preempted_s: float | None = None
+    """Time of its preemption; None once it continues."""
+
+    num_finished: int = 0
+    """Outputs that have ended."""
+    num_generated: int = 0
+    """Target tokens produced for its finished outputs."""
+    beam_steps: tuple[BeamStep, ...] = ()
+    """Steps of its beam search, set at its end if its request asks for them."""
+    cancel_cause: CancelCause | None = None
+    """Reason of its cancellation; None where it was not cancelled."""
 
     def __post_init__(self) -> None:
         self.source_len = len(self.request.source_ids)
-        given = self.request.num_source_tokens + len(self.request.target_ids)
-        each = self.expected_target_len
+        num_known = self.request.num_source_tokens + len(self.request.target_ids)
+        row_cost = self.expected_target_len
         if self.request.params.is_narrowed:
-            each += each // NARROWING_COST
-        self.cost = given + self.num_rows * each
+            row_cost += row_cost // NARROWING_COST
+        self.cost = num_known + self.num_rows * row_cost
         self.num_first_blocks = self.num_first_blocks or self.num_self_blocks
 
     @property
     def request_id(self) -> str:
         """The request's id."""
         return self.request.request_id
+
+    @property
+    def age(self) -> tuple[bool, int]:
+        """Sort key of admitted groups: interactive before batch, then the oldest first."""
+        return self.request.priority is Priority.BATCH, self.ticket
 
     @property
     def is_beam_search(self) -> bool:

@@ -2,7 +2,7 @@
 
 Each edit is (bias, penalty, shift) of a token id, as `SamplingArrays` describes them. Together they have the effect of
 transformers' logits processors in their order: sequence bias, repetition penalty, n-grams, minimal length, suppressed
-tokens; presence and frequency penalties come after the repetition penalty. Knows ids only; no logits, no rows.
+tokens; presence and frequency penalties come after the repetition penalty.
 """
 
 from __future__ import annotations

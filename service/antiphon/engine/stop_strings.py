@@ -1,7 +1,7 @@
 """Stop strings: found in an output's text as its tokens arrive, across token borders, and never sent in part.
 
 The first completed match counts; among matches that complete at the same character, the longest. Only generated text
-is searched, not the target prefix. Knows the tokenizer's incremental decoder, no streams and no sequences.
+is searched, not the target prefix.
 """
 
 from __future__ import annotations

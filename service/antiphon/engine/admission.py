@@ -1,8 +1,4 @@
-"""Admission of requests: refuses those that can never run here, and computes the blocks of the others.
-
-Turns a request into a waiting group, or refuses it and names the field. Knows limits; does not know running requests
-or free blocks.
-"""
+"""Admission of requests: refuses those that can never run here, and computes the blocks of the others."""
 
 from __future__ import annotations
 
@@ -13,9 +9,9 @@ from antiphon.domain.errors import InvalidArgument, InWords, Unsupported
 from antiphon.domain.limits import EngineLimits
 from antiphon.domain.ranges import check_tokens
 from antiphon.domain.request import Pooling, Request, Task, head_of
-from antiphon.engine.cache.reservations import first_blocks, may_run_short
-from antiphon.engine.sequences.sequence import SequenceGroup
-from antiphon.engine.sequences.stream import OutputStream
+from antiphon.engine.kv_cache import first_blocks, may_run_short
+from antiphon.engine.sequence import SequenceGroup
+from antiphon.engine.stream import OutputStream
 from antiphon.ops.cache_geometry import blocks_for
 from antiphon.runtime.runner import Runner
 
@@ -158,8 +154,8 @@ def _too_large(group: SequenceGroup, limits: AdmissionLimits) -> InvalidArgument
     if request.num_prompt_ids and room + prefix_len < 1:
         return InvalidArgument("source", asked_len, f"at most {room_blocks * limits.block_size - 1} tokens long")
     if request.task is Task.SCORE:
-        held = len(request.target_ids)
-        return InvalidArgument("target", InWords(f"{held} tokens long"), f"at most {room + 1} tokens long")
+        target_len = len(request.target_ids)
+        return InvalidArgument("target", InWords(f"{target_len} tokens long"), f"at most {room + 1} tokens long")
     if room < 1:
         return InvalidArgument(
             "prefix", InWords(f"{prefix_len} tokens long"), f"at most {prefix_len + room - 1} tokens long"

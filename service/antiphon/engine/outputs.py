@@ -1,25 +1,27 @@
-"""Finds the tokens to stream and the outputs that end in a step's samples, for all rows except beams.
+"""Outputs of a step: tokens to stream, outputs that end, and their terminal events.
 
-Of a sequence, changes only the state that depends on its tokens. Ends nothing itself; knows no blocks and no clock.
+Of a sequence, only the state that depends on its tokens changes here. Nothing is ended or freed here.
 """
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from antiphon.domain.request import FinishReason, Task, TokenLogprob
-from antiphon.engine.batch.rows import RunningRows
-from antiphon.engine.sequences.sequence import Sequence
-from antiphon.engine.sequences.stream import TokenSink
-from antiphon.engine.sequences.unread_tokens import Item
+from antiphon.domain.request import FinishReason, Task, Timing, TokenEvent, TokenLogprob
+from antiphon.engine.batch import RunningRows
+from antiphon.engine.beam_search import Hypothesis
+from antiphon.engine.sequence import Sequence, SequenceGroup
+from antiphon.engine.stream import Item, TokenSink
 from antiphon.runtime.runner import NONE_ALLOWED, NOT_FINITE, Samples
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class EndedOutput:
     """An output that ends. logprobs: those of the token that ended it, or of the complete scored target."""
 
     sequence: Sequence
@@ -33,7 +35,7 @@ class Committed:
 
     sinks: tuple[TokenSink, ...]
     items: list[Item]
-    ended: list[Ended]
+    ended: list[EndedOutput]
 
 
 def commit(rows: RunningRows, samples: Samples, eos_id: int) -> Committed:
@@ -52,7 +54,7 @@ def commit(rows: RunningRows, samples: Samples, eos_id: int) -> Committed:
         is_done[list(stopped)] = True
         for row in reversed(np.flatnonzero(is_done).tolist()):
             reason = stopped.get(row) or _reason(int(token_ids[row]), eos_id)
-            ended.append(Ended(rows.sequences[row], reason, last.get(row, ())))
+            ended.append(EndedOutput(rows.sequences[row], reason, last.get(row, ())))
     if is_silent.any():
         streamed = np.flatnonzero(~is_silent).tolist()
         return Committed(tuple(sinks[row] for row in streamed), [items[row] for row in streamed], ended)
@@ -92,7 +94,7 @@ def _check_tokens(
         if (count := sequence.group.request.num_logprobs) is not None:
             item = token_logprob(samples, row, token_id, count)
             earlier = scored.get(sequence, ())
-            sequence.logprob_sum += item.logprob + sum(one.logprob for one in earlier)
+            sequence.logprob_sum += item.logprob + sum(scored_token.logprob for scored_token in earlier)
             if is_silent[row]:
                 last[row] = (*earlier, item)
             else:
@@ -123,16 +125,88 @@ def _is_text(sequence: Sequence, token_id: int) -> bool:
 
 def _scored(rows: RunningRows, samples: Samples) -> dict[Sequence, tuple[TokenLogprob, ...]]:
     """Return the log-probabilities of targets, without their last tokens, which the rows' own samples score."""
-    found: dict[Sequence, tuple[TokenLogprob, ...]] = {}
+    logprobs: dict[Sequence, tuple[TokenLogprob, ...]] = {}
     for sample, (sequence, token_id) in enumerate(rows.scored, len(rows)):
         count = sequence.group.request.num_logprobs or 0
-        found[sequence] = (*found.get(sequence, ()), token_logprob(samples, sample, token_id, count))
-    return found
+        logprobs[sequence] = (*logprobs.get(sequence, ()), token_logprob(samples, sample, token_id, count))
+    return logprobs
 
 
 def token_logprob(samples: Samples, sample: int, token_id: int, num_alternatives: int) -> TokenLogprob:
     """Return the log-probability of a sample's token, and those of alternatives."""
     ids = samples.top_ids[sample, :num_alternatives].tolist()
     logprobs = samples.top_logprobs[sample, :num_alternatives].tolist()
-    alternatives = tuple((one, logprob) for one, logprob in zip(ids, logprobs, strict=True) if one >= 0)
+    alternatives = tuple((top_id, logprob) for top_id, logprob in zip(ids, logprobs, strict=True) if top_id >= 0)
     return TokenLogprob(token_id, float(samples.logprobs[sample]), alternatives)
+
+
+def output_event(sequence: Sequence, reason: FinishReason, logprobs: tuple[TokenLogprob, ...] = ()) -> TokenEvent:
+    """Return the terminal event of a sequence; its tokens have been streamed already."""
+    request = sequence.group.request
+    return TokenEvent(
+        request_id=request.request_id,
+        output_index=sequence.index,
+        logprobs=logprobs,
+        finish_reason=reason,
+        score=None if request.num_logprobs is None else sequence.logprob_sum,
+    )
+
+
+def time_limit_events(group: SequenceGroup) -> list[TokenEvent]:
+    """Return the terminal event of each unfinished output of a group that is not a running beam search."""
+    reason = FinishReason.TIME_LIMIT
+    begun = {output.index: output for output in group.sequences if output.row is not None or output.produced}
+    finished = {output.index for output in group.sequences if output.is_finished}
+    return [
+        output_event(begun[index], reason)
+        if index in begun
+        else TokenEvent(request_id=group.request_id, output_index=index, finish_reason=reason)
+        for index in range(group.request.params.num_return_sequences)
+        if index not in finished
+    ]
+
+
+def beam_events(
+    group: SequenceGroup, hypotheses: Iterable[Hypothesis], num_streamed: int, reason: FinishReason | None
+) -> list[TokenEvent]:
+    """Return the terminal events of a search's outputs, best first, with the tokens that have not been streamed.
+
+    If the search found fewer outputs than were requested, the others are empty.
+    """
+    events = [
+        _hypothesis_event(group, index, hypothesis, num_streamed if index == 0 else 0)
+        for index, hypothesis in enumerate(hypotheses)
+    ]
+    missing = range(len(events), group.request.params.num_return_sequences)
+    reason = reason or FinishReason.EXHAUSTED
+    return events + [
+        TokenEvent(request_id=group.request_id, output_index=index, finish_reason=reason) for index in missing
+    ]
+
+
+def last_of(events: list[TokenEvent], group: SequenceGroup, timing: Timing) -> list[TokenEvent]:
+    """Return the same events, the last of them marked as the request's last."""
+    *earlier, last = events
+    last = dataclasses.replace(
+        last,
+        is_last=True,
+        num_generated=group.num_generated,
+        timing=timing,
+        cache_blocks=group.peak_blocks,
+        beam_steps=group.beam_steps,
+    )
+    return [*earlier, last]
+
+
+def _hypothesis_event(group: SequenceGroup, index: int, hypothesis: Hypothesis, num_streamed: int) -> TokenEvent:
+    logprobs: tuple[TokenLogprob, ...] = ()
+    if group.request.num_logprobs is not None:
+        logprobs = tuple(map(TokenLogprob, hypothesis.token_ids, hypothesis.logprobs))
+    return TokenEvent(
+        request_id=group.request_id,
+        output_index=index,
+        token_ids=hypothesis.text_ids[num_streamed:],
+        logprobs=logprobs,
+        finish_reason=hypothesis.finish_reason,
+        score=hypothesis.score,
+    )

@@ -1,1 +1,0 @@
-"""The running sequences as arrays, and the batches that the runner decodes."""

@@ -1,1 +1,0 @@
-"""Beam search, and the rows and blocks of its beams."""

@@ -1,1 +1,0 @@
-"""Cache blocks: their pool, and the blocks that each request holds."""

@@ -1,1 +1,0 @@
-"""Constraints of one output: logits processors and stop strings."""

@@ -1,1 +1,0 @@
-"""Waiting requests: their order, and the bounds of the queue."""

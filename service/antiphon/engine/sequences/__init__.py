@@ -1,1 +1,0 @@
-"""Generation state of requests, and the streams that carry their tokens to event loops."""

@@ -1,1 +1,0 @@
-"""One iteration of continuous batching."""
