@@ -14,7 +14,7 @@ from antiphon.client import AsyncClient
 from antiphon.observability.metrics.metric_families import MetricFamilies
 from antiphon.observability.telemetry import Telemetry
 from antiphon.ops.cuda.driver import CudaDevice
-from antiphon.rpc.calls.probes import HealthServicer
+from antiphon.rpc.standard_services import HealthServicer
 from antiphon.rpc.v1.answers.pacing import Pacing
 from antiphon.rpc.v1.handlers import Calls
 from antiphon.rpc.v1.models import Models, Served

@@ -27,9 +27,9 @@ from antiphon.observability.call import Call
 from antiphon.observability.metrics.engine_metrics import Metrics
 from antiphon.observability.metrics.metric_families import MetricFamilies
 from antiphon.observability.telemetry import Telemetry
-from antiphon.rpc.calls.connections.resets import Resets
-from antiphon.rpc.calls.probes import HealthServicer, Probes
-from antiphon.rpc.security.file_metrics import FileMetrics
+from antiphon.rpc.grpc_fixes.resets import Resets
+from antiphon.rpc.reloading import FileMetrics
+from antiphon.rpc.standard_services import HealthServicer, Probes
 from antiphon.rpc.v1.answers.attention_maps import AttentionExplainer
 from antiphon.rpc.v1.answers.pacing import Pacing
 from antiphon.rpc.v1.handlers import Calls

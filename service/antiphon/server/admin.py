@@ -20,10 +20,9 @@ from pydantic import TypeAdapter, ValidationError
 
 from antiphon.domain.errors import BadBundle, InvalidArgument
 from antiphon.observability.telemetry import Telemetry
-from antiphon.rpc.calls.background import in_background
-from antiphon.rpc.calls.method_handlers import handlers_of
-from antiphon.rpc.calls.rpc import Context, InFlight, Method
-from antiphon.rpc.calls.waits.client_waits import ClientWaits
+from antiphon.rpc.background import in_background
+from antiphon.rpc.client_waits import ClientWaits
+from antiphon.rpc.middleware import Context, InFlight, Method, handlers_of
 from antiphon.rpc.v1.models import Served
 from antiphon.server.listener import CLIENT_PING_OPTIONS, HANDSHAKE_OPTION, OTHER_PORT_CONNECTIONS
 from antiphon.server.models.control import Control
@@ -60,7 +59,7 @@ class Admin(Protocol):
 
 
 class AdminServicer:
-    """RPC methods of a process. They raise AntiphonError; `rpc.py` converts it to a status."""
+    """RPC methods of a process. They raise AntiphonError; `middleware.py` converts it to a status."""
 
     def __init__(self, control: Control, budget: MemoryBudget, config: ServerConfig) -> None:
         self._control = control

@@ -17,8 +17,8 @@ from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import NoReturn, TypeVar
 
-from antiphon.rpc.calls.background import ignore_result
-from antiphon.rpc.calls.probes import Probes
+from antiphon.rpc.background import ignore_result
+from antiphon.rpc.standard_services import Probes
 from antiphon.rpc.v1.handlers import Calls
 from antiphon.server.models.control import Control
 

@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator
 
 import grpc.aio
 
-from antiphon.rpc.calls.connections.ports import PortError
-from antiphon.rpc.security.access_settings import AccessSettings
-from antiphon.rpc.security.port_certificates import HANDSHAKE_TIMEOUT_S, PortCertificates
+from antiphon.rpc.access_settings import AccessSettings
+from antiphon.rpc.grpc_fixes.port_certificates import HANDSHAKE_TIMEOUT_S, PortCertificates
+from antiphon.rpc.ports import PortError
 
 # Time for the last bytes of calls that have ended, and for clients that watch the health.
 _CLOSE_GRACE_S = 0.5

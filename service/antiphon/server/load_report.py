@@ -22,9 +22,8 @@ from antiphon.domain.errors import InvalidArgument, Status
 from antiphon.engine.engine import Engine
 from antiphon.observability.call import Call
 from antiphon.observability.telemetry import Context
-from antiphon.rpc.calls.method_handlers import handler
-from antiphon.rpc.calls.parsing import parser
-from antiphon.rpc.calls.rpc import InFlight
+from antiphon.rpc.middleware import InFlight, handler
+from antiphon.rpc.parsing import parser
 from antiphon.rpc.v1.models import Models
 from antiphon.server.models.machine import ResidentMemory
 from antiphon.server.settings import usable_cores

@@ -21,16 +21,14 @@ from antiphon.observability.metrics.metric_families import MetricFamilies
 from antiphon.observability.metrics.process_metrics import add_process_metrics
 from antiphon.observability.telemetry import Telemetry
 from antiphon.ops.cuda.driver import CudaDevice
-from antiphon.rpc.calls.background import in_background, running_in_background
-from antiphon.rpc.calls.batches import free_failed_batches
-from antiphon.rpc.calls.connections.resets import Resets
-from antiphon.rpc.calls.probes import Health, HealthServicer, Probes
-from antiphon.rpc.calls.rpc import CallLimits
-from antiphon.rpc.calls.standard_services import UnknownMethods, standard_handlers
-from antiphon.rpc.calls.waits.client_wait_metrics import WaitMetrics
-from antiphon.rpc.calls.waits.client_waits import ClientWaits, WaitLimits
+from antiphon.rpc.background import in_background, running_in_background
+from antiphon.rpc.client_waits import ClientWaits, WaitLimits, WaitMetrics
+from antiphon.rpc.grpc_fixes.batches import free_failed_batches
+from antiphon.rpc.grpc_fixes.resets import Resets
+from antiphon.rpc.middleware import CallLimits
 from antiphon.rpc.oip import servicer as oip
 from antiphon.rpc.oip.servicer import OpenInferenceServicer
+from antiphon.rpc.standard_services import Health, HealthServicer, Probes, UnknownMethods, standard_handlers
 from antiphon.rpc.v1.answers.pacing import Pacing
 from antiphon.rpc.v1.handlers import SERVICE_NAME, Calls
 from antiphon.rpc.v1.models import Models, Served

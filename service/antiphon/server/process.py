@@ -18,10 +18,9 @@ from antiphon.engine.interpreter import interpreter_for_steps
 from antiphon.observability.logs.formats import configure_logging
 from antiphon.observability.logs.log_handler import is_log_behind
 from antiphon.observability.telemetry import Telemetry
-from antiphon.rpc.calls.background import is_anything_left
-from antiphon.rpc.calls.connections.ports import PortError
-from antiphon.rpc.security.file_metrics import FileMetrics
-from antiphon.rpc.security.reload import FileProblem
+from antiphon.rpc.background import is_anything_left
+from antiphon.rpc.ports import PortError
+from antiphon.rpc.reloading import FileMetrics, FileProblem
 from antiphon.server.access import Access
 from antiphon.server.admin import AdminServicer
 from antiphon.server.lifecycle import EXIT_USER_ERROR, Stop, end_now

@@ -27,7 +27,7 @@ from pydantic_settings import (
 
 import antiphon.bundle
 from antiphon.domain.limits import ALLOWED, EngineLimits
-from antiphon.rpc.security.access_settings import AccessSettings, Port, contradiction
+from antiphon.rpc.access_settings import AccessSettings, Port, contradiction
 from antiphon.runtime.cuda.open_device import DeviceChoice
 from antiphon.server.models.model_settings import (
     Lanes,

@@ -10,9 +10,9 @@ from grpc_health.v1 import health_pb2_grpc
 from prometheus_client import CollectorRegistry
 
 from antiphon.observability.telemetry import Telemetry
-from antiphon.rpc.calls.connections.ports import check_port, serve_metrics
-from antiphon.rpc.calls.probes import HealthServicer
-from antiphon.rpc.calls.waits.client_waits import ClientWaits
+from antiphon.rpc.client_waits import ClientWaits
+from antiphon.rpc.ports import check_port, serve_metrics
+from antiphon.rpc.standard_services import HealthServicer
 from antiphon.server.access import Access
 from antiphon.server.admin import Admin, build_admin_server
 from antiphon.server.listener import listening, probe_options

@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable
 
-from antiphon.rpc.calls.probes import Probes
+from antiphon.rpc.standard_services import Probes
 from antiphon.rpc.v1.models import Served
 
 log = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ from antiphon.importer.generation_settings import compared_tokens
 from antiphon.importer.importer import EXPLAINED_PARAMETERS, ImportOptions, import_checkpoint
 from antiphon.importer.original import OriginalAnswer
 from antiphon.observability.telemetry import Telemetry
-from antiphon.rpc.calls.probes import HealthServicer
+from antiphon.rpc.standard_services import HealthServicer
 from antiphon.rpc.v1.handlers import Calls
 from antiphon.rpc.v1.models import Models
 from antiphon.server.models.loading import StartupError, load

@@ -14,8 +14,8 @@ from antiphon.observability.metrics.metric_families import MetricFamilies
 from antiphon.observability.metrics.process_metrics import add_process_metrics
 from antiphon.observability.metrics.rpc_metrics import RpcMetrics
 from antiphon.ops.workspace import Workspace
-from antiphon.rpc.calls.waits.client_wait_metrics import WaitMetrics
-from antiphon.rpc.security.file_metrics import FileMetrics
+from antiphon.rpc.client_waits import WaitMetrics
+from antiphon.rpc.reloading import FileMetrics
 from antiphon.server.settings import ServerConfig
 from antiphon.server.workers.worker_metrics import WorkerMetrics
 from tests.waits import client_waits

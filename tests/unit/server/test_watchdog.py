@@ -16,8 +16,8 @@ from antiphon.engine.heartbeat import Heartbeat
 from antiphon.engine.sequences.stream import OutputStream
 from antiphon.observability.metrics.engine_metrics import Metrics
 from antiphon.observability.metrics.metric_families import MetricFamilies
-from antiphon.rpc.calls.background import running_in_background
-from antiphon.rpc.calls.probes import LIVENESS, Probes
+from antiphon.rpc.background import running_in_background
+from antiphon.rpc.standard_services import LIVENESS, Probes
 from antiphon.rpc.v1.models import Served
 from antiphon.server.watchdog import LoopLag, Watchdog
 from antiphon.v1 import inference_pb2 as pb

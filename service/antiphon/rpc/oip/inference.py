@@ -13,11 +13,11 @@ from typing import Any, TypeVar, cast
 from antiphon.domain.errors import InvalidArgument
 from antiphon.observability.telemetry import Context
 from antiphon.oip import inference_pb2 as oip
-from antiphon.rpc.calls.status.deadline import TimeLimited, remaining_s
-from antiphon.rpc.calls.status.refusal import Metadata
+from antiphon.rpc.grpc_fixes.deadline import TimeLimited, remaining_s
 from antiphon.rpc.oip.parameters import read_parameters
 from antiphon.rpc.oip.tasks import GENERATE, IDS, PAIR, STREAMED, TEXT, Shape, Task, find_task
 from antiphon.rpc.oip.tensors import Tensor, check_parameters, read_inputs, write_outputs
+from antiphon.rpc.status import Metadata
 from antiphon.rpc.v1.models import Served
 from antiphon.v1 import inference_pb2 as pb
 

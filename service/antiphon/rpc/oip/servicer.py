@@ -10,13 +10,12 @@ import grpc
 from antiphon.domain.errors import AntiphonError
 from antiphon.observability.telemetry import Context
 from antiphon.oip import inference_pb2 as pb
-from antiphon.rpc.calls.method_handlers import handlers_of
-from antiphon.rpc.calls.probes import Health
-from antiphon.rpc.calls.rpc import InFlight, Method
+from antiphon.rpc.middleware import InFlight, Method, handlers_of
 from antiphon.rpc.oip.answering import Answering
 from antiphon.rpc.oip.inference import VERSION
 from antiphon.rpc.oip.stream import Conversation
 from antiphon.rpc.oip.tasks import TEXT, Described, is_encoder, tensors_of
+from antiphon.rpc.standard_services import Health
 from antiphon.rpc.v1.answers.pacing import Pacing
 from antiphon.rpc.v1.models import Models
 
@@ -32,7 +31,7 @@ _CONFIG_TYPES = {"BYTES": pb.TYPE_STRING, "INT32": pb.TYPE_INT32, "INT64": pb.TY
 
 
 class OpenInferenceServicer:
-    """RPC methods for every model. They raise AntiphonError; `rpc.py` converts it to a status.
+    """RPC methods for every model. They raise AntiphonError; `middleware.py` converts it to a status.
 
     pacing: time limit for a client to read a message of a stream.
     """

@@ -14,7 +14,7 @@ from typing import cast
 from antiphon.domain.errors import AntiphonError, InvalidArgument, SlowReader
 from antiphon.observability.telemetry import Context
 from antiphon.oip import inference_pb2 as oip
-from antiphon.rpc.calls.rpc import InFlight
+from antiphon.rpc.middleware import InFlight
 from antiphon.rpc.oip.answering import Answering
 from antiphon.rpc.oip.inference import VERSION, Inference, RequestContext
 from antiphon.rpc.oip.tasks import STREAMED, delta, is_encoder

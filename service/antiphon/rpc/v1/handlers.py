@@ -12,9 +12,8 @@ from antiphon.domain.errors import AntiphonError
 from antiphon.domain.request import Priority
 from antiphon.observability.call import Call, current_call
 from antiphon.observability.telemetry import Telemetry
-from antiphon.rpc.calls.connections.resets import Resets
-from antiphon.rpc.calls.method_handlers import handlers_of
-from antiphon.rpc.calls.rpc import NO_LIMITS, CallLimits, Context, InFlight, Method
+from antiphon.rpc.grpc_fixes.resets import Resets
+from antiphon.rpc.middleware import NO_LIMITS, CallLimits, Context, InFlight, Method, handlers_of
 from antiphon.rpc.v1.answers.pacing import Pacing
 from antiphon.rpc.v1.many.conversation import Conversation
 from antiphon.rpc.v1.models import Models

@@ -28,7 +28,7 @@ from antiphon.v1 import inference_pb2 as pb
 class InferenceServicer:
     """RPC methods of one model and its engine, for requests that name it.
 
-    Methods raise AntiphonError; `rpc.py` converts it to a status.
+    Methods raise AntiphonError; `middleware.py` converts it to a status.
     """
 
     def __init__(self, model: ServedModel, engine: Engine, pacing: Pacing, long_texts: LongTexts) -> None:

@@ -16,7 +16,7 @@ from grpc_health.v1.health_pb2 import HealthCheckResponse
 
 from antiphon.domain.errors import BadBundle, Unavailable
 from antiphon.engine.engine import Engine
-from antiphon.rpc.calls.background import ignore_result, in_background
+from antiphon.rpc.background import ignore_result, in_background
 from antiphon.rpc.v1.models import Models, Served
 from antiphon.server.models.loading import Shared, StartupError, load
 from antiphon.server.models.model_settings import ModelPlan

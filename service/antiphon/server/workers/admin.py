@@ -7,7 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 
 from antiphon.domain.errors import AntiphonError, Unavailable
-from antiphon.rpc.calls.rpc import Context
+from antiphon.rpc.middleware import Context
 from antiphon.server.workers.link import LinkLost
 from antiphon.server.workers.worker_process import WorkerProcess
 from antiphon.v1 import admin_pb2 as pb
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 class WorkersAdmin:
-    """RPC methods. They raise AntiphonError; `rpc.py` converts it to a status.
+    """RPC methods. They raise AntiphonError; `middleware.py` converts it to a status.
 
     serving: returns the workers that serve. on_loaded, on_unloaded: called with the name of a model after a change.
     """

@@ -19,10 +19,10 @@ from antiphon.observability.logs.log_handler import BackgroundHandler
 from antiphon.observability.metrics.metric_families import MetricFamilies
 from antiphon.observability.metrics.process_metrics import add_process_metrics
 from antiphon.observability.telemetry import Telemetry
-from antiphon.rpc.calls.background import running_in_background
-from antiphon.rpc.calls.connections.ports import PortError
-from antiphon.rpc.calls.probes import HealthServicer, Probes
-from antiphon.rpc.security.file_metrics import FileMetrics
+from antiphon.rpc.background import running_in_background
+from antiphon.rpc.ports import PortError
+from antiphon.rpc.reloading import FileMetrics
+from antiphon.rpc.standard_services import HealthServicer, Probes
 from antiphon.server.access import Access
 from antiphon.server.lifecycle import Stop, end_now
 from antiphon.server.observation import observing

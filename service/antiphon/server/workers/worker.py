@@ -24,10 +24,9 @@ from antiphon.domain.errors import OverBudget
 from antiphon.engine.interpreter import interpreter_for_steps
 from antiphon.observability.logs.formats import configure_logging
 from antiphon.observability.telemetry import Telemetry
-from antiphon.rpc.calls.connections.ports import PortError
-from antiphon.rpc.calls.rpc import Context
-from antiphon.rpc.security.file_metrics import FileMetrics
-from antiphon.rpc.security.reload import FileProblem
+from antiphon.rpc.middleware import Context
+from antiphon.rpc.ports import PortError
+from antiphon.rpc.reloading import FileMetrics, FileProblem
 from antiphon.rpc.v1.models import Served
 from antiphon.server.access import Access
 from antiphon.server.admin import AdminServicer

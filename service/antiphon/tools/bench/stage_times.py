@@ -12,8 +12,8 @@ from typing import Any
 from unittest import mock
 
 from antiphon.observability.telemetry import Telemetry
-from antiphon.rpc.calls import rpc
-from antiphon.rpc.calls.rpc import InFlight
+from antiphon.rpc import middleware as rpc
+from antiphon.rpc.middleware import InFlight
 from antiphon.rpc.v1.answers.answers import Answer
 from antiphon.rpc.v1.requests.inputs import Inputs
 from antiphon.rpc.v1.requests.request_reader import RequestReader

@@ -8,8 +8,7 @@ from typing import Any
 
 import grpc.aio
 
-from antiphon.rpc.calls.waits.client_waits import ClientWaits
-from antiphon.rpc.calls.waits.writer import Writer
+from antiphon.rpc.client_waits import ClientWaits, Writer
 
 
 class Pacing:

@@ -9,9 +9,9 @@ from typing import Any, TypeVar, cast
 from antiphon.domain.cancellation import CancelCause
 from antiphon.domain.errors import AntiphonError, InvalidArgument, SlowReader
 from antiphon.observability.call import Call, current_call, enter_call
-from antiphon.rpc.calls.rpc import Context, InFlight
-from antiphon.rpc.calls.status.deadline import TimeLimited, remaining_s
-from antiphon.rpc.calls.status.ending import forget_frames
+from antiphon.rpc.grpc_fixes.deadline import TimeLimited, remaining_s
+from antiphon.rpc.middleware import Context, InFlight
+from antiphon.rpc.status import forget_frames
 from antiphon.rpc.v1.answers.pacing import Pacing
 from antiphon.rpc.v1.answers.reading import cause_of_leaving
 from antiphon.rpc.v1.many.open_request import OpenRequest

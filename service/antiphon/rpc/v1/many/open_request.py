@@ -11,8 +11,7 @@ from antiphon.domain.cancellation import CancelCause
 from antiphon.domain.errors import AntiphonError, InvalidArgument, QueueFull
 from antiphon.domain.request import FinishReason, TokenEvent
 from antiphon.observability.call import Call
-from antiphon.rpc.calls.status.ending import forget_frames
-from antiphon.rpc.calls.status.refusal import pushback_ms
+from antiphon.rpc.status import forget_frames, pushback_ms
 from antiphon.rpc.v1.answers.answers import Answer
 from antiphon.rpc.v1.submission import Submitted
 from antiphon.v1 import inference_pb2 as pb

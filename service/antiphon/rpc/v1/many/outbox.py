@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
-from antiphon.rpc.calls.waits.writer import Writer
+from antiphon.rpc.client_waits import Writer
 from antiphon.rpc.v1.many.open_request import OpenRequest
 from antiphon.v1 import inference_pb2 as pb
 

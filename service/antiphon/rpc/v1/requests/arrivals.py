@@ -12,7 +12,7 @@ from antiphon.domain.errors import InvalidArgument
 from antiphon.domain.request import Arrival, Priority
 from antiphon.engine.engine import Engine
 from antiphon.observability.call import current_call
-from antiphon.rpc.calls.status.deadline import remaining_s
+from antiphon.rpc.grpc_fixes.deadline import remaining_s
 from antiphon.rpc.v1.requests.inputs import HasSource
 from antiphon.v1 import inference_pb2 as pb
 

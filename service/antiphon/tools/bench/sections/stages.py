@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry
 
 from antiphon.client import Source
 from antiphon.observability.logs.formats import configure_logging
-from antiphon.rpc.security.file_metrics import FileMetrics
+from antiphon.rpc.reloading import FileMetrics
 from antiphon.server.access import Access
 from antiphon.server.lifecycle import Stop
 from antiphon.server.listener import address_of, listening

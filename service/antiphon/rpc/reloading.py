@@ -9,9 +9,12 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Generic, Literal, TypeVar
+from typing import Generic, Literal, TypeVar, get_args
+
+from prometheus_client import Gauge
 
 from antiphon.client.files import read_regular
+from antiphon.observability.metrics.metric_families import MetricFamilies
 
 log = logging.getLogger(__name__)
 
@@ -88,3 +91,28 @@ def _state_of(file: Path) -> tuple[int, int, int] | None:
     except OSError:
         return None
     return found.st_mtime_ns, found.st_ino, found.st_size
+
+
+class FileMetrics:
+    """Metrics of reloaded files. Thread-safe, because files are read from several threads."""
+
+    def __init__(self, families: MetricFamilies) -> None:
+        self._families = families
+        self._expiry: Gauge | None = None
+        for family in (families.tls_reloads, families.token_reloads):
+            for result in get_args(Result):
+                family.labels(result)
+
+    def count_tls(self, result: Result) -> None:
+        """Count a reload of certificates."""
+        self._families.tls_reloads.labels(result).inc()
+
+    def count_tokens(self, result: Result) -> None:
+        """Count a reload of a token file."""
+        self._families.token_reloads.labels(result).inc()
+
+    def set_certificate_expiry(self, expires_s: float) -> None:
+        """Report the expiry of the certificate in use, in Unix time."""
+        if self._expiry is None:
+            self._expiry = self._families.certificate_expiry()
+        self._expiry.set(expires_s)

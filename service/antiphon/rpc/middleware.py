@@ -1,33 +1,113 @@
-"""Steps common to all RPCs: request id, limits, reading of requests, metrics and log lines, and a status for any error.
-
-This module reads unary requests instead of gRPC: so a call can be refused before its message is read, and the client
-has a time limit to send it. A unary answer has a time limit too, until its client has read it.
-"""
+"""gRPC handlers of methods: binds a service's methods to their names, with the limits and metrics of `rpc.py`."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
 import grpc.aio
+from google.protobuf.descriptor import ServiceDescriptor
 from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
 
 from antiphon.domain.errors import AntiphonError, InvalidArgument, InWords, MetadataTooLarge, TooManyRpcs
 from antiphon.observability.call import Call, enter_call
-from antiphon.observability.telemetry import Context as Context
-from antiphon.observability.telemetry import Telemetry
-from antiphon.rpc.calls.connections.resets import Resets
-from antiphon.rpc.calls.parsing import Malformed, Parser
-from antiphon.rpc.calls.rpc_state import Rpc
-from antiphon.rpc.calls.status.ending import ClientGone, abort, code_of, failure_of
-from antiphon.rpc.calls.status.refusal import Metadata, status_of
-from antiphon.rpc.calls.waits.call_turns import CallTurns
-from antiphon.rpc.calls.waits.client_waits import COPIES, ClientWaits, Stage
-from antiphon.rpc.calls.waits.writer import Writer
+from antiphon.observability.telemetry import Context, Telemetry
+from antiphon.rpc.client_waits import COPIES, ClientWaits, Stage, Wait, Writer
+from antiphon.rpc.grpc_fixes.core_cancel import cancel_call
+from antiphon.rpc.grpc_fixes.resets import Resets
+from antiphon.rpc.parsing import Malformed, Parser, parser
+from antiphon.rpc.status import ClientGone, Metadata, abort, code_of, failure_of, status_of
+
+
+def _current_task() -> asyncio.Task[Any]:
+    task = asyncio.current_task()
+    assert task is not None
+    return task
+
+
+@dataclass(slots=True, eq=False)
+class Rpc:
+    """RPC in flight.
+
+    answer: unary answer that its client has not read; None before there is one. has_request: its request was read.
+    """
+
+    call: Call
+    context: Context
+    handler: asyncio.Task[Any] = field(default_factory=_current_task)
+    answer: Wait | None = None
+    has_request: bool = False
+
+    def wait(self, stage: Stage, give_up: Callable[[AntiphonError], None], num_bytes: int = 0) -> Wait:
+        """Return the record of this call's wait for its client."""
+        return Wait(stage, self.call.caller, self.call.connection, give_up, num_bytes)
+
+    def give_up_answer(self, error: AntiphonError) -> None:
+        """End the call with an error instead of an answer that its client does not read."""
+        code, message, _ = status_of(error)
+        self.call.code, self.call.error = code.name, error
+        cancel_call(self.context, code, message)
+
+
+# Calls that start in one iteration of the event loop, each with 0.1 to 1 ms of work.
+_CALLS_PER_TURN = 8
+
+
+class CallTurns:
+    """Calls that wait to start, grouped by caller. For one event loop."""
+
+    def __init__(self, calls_per_turn: int = _CALLS_PER_TURN) -> None:
+        self._calls_per_turn = self._num_left = calls_per_turn
+        self._is_scheduled = False
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # the caller whose turn is next comes first
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of calls that have not started."""
+        return sum(map(len, self._waiting.values()))
+
+    async def take(self, caller: str) -> None:
+        """Wait until a call may start. Returns immediately unless many other calls have just started."""
+        if not self._is_scheduled:
+            self._schedule()
+        if self._num_left > 0 and not self._waiting:
+            self._num_left -= 1
+            return
+        start: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(caller, deque()).append(start)
+        await start
+
+    def _schedule(self) -> None:
+        self._is_scheduled = True
+        asyncio.get_running_loop().call_soon(self._next_turn)
+
+    def _next_turn(self) -> None:
+        self._is_scheduled = False
+        self._num_left = self._calls_per_turn
+        while self._waiting and self._num_left > 0:
+            if self._start_next():
+                self._num_left -= 1
+        if self._waiting:
+            self._schedule()
+
+    def _start_next(self) -> bool:
+        """Start the oldest call of the next caller. Return False if that call has ended already."""
+        caller, starts = next(iter(self._waiting.items()))
+        start = starts.popleft()
+        del self._waiting[caller]
+        if starts:
+            self._waiting[caller] = starts  # behind the others
+        if start.done():
+            return False
+        start.set_result(None)
+        return True
+
 
 # Delay before a client should retry a call that was refused for the number of calls: some have ended by then.
 _FULL_RETRY_S = 1.0
@@ -333,3 +413,40 @@ def _parsed(parse: Parser, data: bytes) -> Message:
     if isinstance(request, Malformed):
         raise request.error
     return request
+
+
+def handlers_of(
+    service: ServiceDescriptor,
+    methods: dict[str, Method],
+    in_flight: InFlight,
+    checks: Mapping[str, Check] | None = None,
+) -> grpc.GenericRpcHandler:
+    """Return the handlers of a service's methods by name. The service's descriptor says which of them stream.
+
+    checks: of methods with one request, before it is read.
+    """
+    handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
+    for name, method in methods.items():
+        descriptor = service.methods_by_name[name]
+        parse = parser(GetMessageClass(descriptor.input_type))
+        full_name = f"{service.full_name}/{name}"
+        if descriptor.client_streaming:
+            guarded = in_flight.guard_requests(full_name, method, parse)
+        else:
+            guarded = in_flight.guard(full_name, method, parse, (checks or {}).get(name))
+        handlers[name] = handler(guarded, is_streaming=descriptor.server_streaming)
+    return grpc.method_handlers_generic_handler(service.full_name, handlers)
+
+
+def handler(guarded: Method, *, is_streaming: bool) -> grpc.RpcMethodHandler[Any, Any]:
+    """Return the handler of a guarded method. It reads its requests itself, so gRPC always treats them as a stream.
+
+    A method may write messages that it has serialised: gRPC keeps what it was given until the client has read it.
+    """
+    if is_streaming:
+        return grpc.stream_stream_rpc_method_handler(guarded, response_serializer=_serialize)
+    return grpc.stream_unary_rpc_method_handler(guarded)
+
+
+def _serialize(message: Message | bytes) -> bytes:
+    return message if isinstance(message, bytes) else message.SerializeToString()

@@ -5,7 +5,12 @@ A call is refused before its request is read and before any header is sent. Refu
 
 from __future__ import annotations
 
+import hashlib
+import hmac
+import re
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -15,11 +20,49 @@ from antiphon.domain.caller import enter_caller
 from antiphon.domain.errors import TokenInvalid, Unauthenticated
 from antiphon.observability.call import is_request_id
 from antiphon.observability.telemetry import Telemetry
-from antiphon.rpc.calls.method_handlers import handler
-from antiphon.rpc.calls.rpc import InFlight
-from antiphon.rpc.calls.waits.client_waits import ClientWaits
-from antiphon.rpc.security.reload import Reloading
-from antiphon.rpc.security.tokens import Token, owner_of
+from antiphon.rpc.client_waits import ClientWaits
+from antiphon.rpc.middleware import InFlight, handler
+from antiphon.rpc.reloading import FileProblem, Reloading, read_bytes
+
+_MAX_FILE_BYTES = 1 << 20
+_LINE = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9._-]{0,63}):(?P<digest>[0-9a-fA-F]{64})")
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """Name of a token's owner, and the SHA-256 of the token."""
+
+    name: str
+    digest: bytes
+
+
+def read_tokens(setting: str, path: Path) -> tuple[Token, ...]:
+    """Return the tokens of a file, which may be empty. Raises FileProblem with the line's number, not its content."""
+    try:
+        text = read_bytes(setting, path, _MAX_FILE_BYTES).decode("ascii")
+    except UnicodeDecodeError:
+        raise FileProblem(f"{setting} is {path}, which holds other characters than ASCII") from None
+    tokens = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        entry = line.partition("#")[0].strip()
+        if not entry:
+            continue
+        match = _LINE.fullmatch(entry)
+        if match is None:
+            raise FileProblem(f"{setting} is {path}, whose line {number} is not NAME:SHA256 with 64 hex digits")
+        tokens.append(Token(match["name"], bytes.fromhex(match["digest"])))
+    return tuple(tokens)
+
+
+def owner_of(presented: str, tokens: Sequence[Token]) -> str | None:
+    """Return the owner of a presented token; None if it is unknown. Takes the same time for every token."""
+    digest = hashlib.sha256(presented.encode("utf-8", "surrogateescape")).digest()
+    owner = None
+    for token in tokens:
+        if hmac.compare_digest(token.digest, digest):
+            owner = token.name
+    return owner
+
 
 # Orchestrators send probes without credentials. The answer is one enum value.
 _OPEN = ("/grpc.health.v1.Health/Check",)

@@ -14,7 +14,7 @@ from typing import NoReturn
 
 import grpc
 
-from antiphon.rpc.security.reload import FileProblem, read_bytes
+from antiphon.rpc.reloading import FileProblem, read_bytes
 
 _MAX_FILE_BYTES = 1 << 20
 # Upper bound on round trips of a TLS 1.2 or 1.3 handshake.
