@@ -1,7 +1,7 @@
 """Record of one RPC: its request id, its requests to engines, and its status. No text and no tokens.
 
 The record is filled while the call runs, in the event loop only. `telemetry.py` reports it to metrics, logs and spans
-at the end. The current call is a context variable, because every RPC runs in its own task.
+at the end. Only log lines take the request id from a context variable: any code may write them.
 """
 
 from __future__ import annotations
@@ -132,11 +132,8 @@ class Call:
             on_settled(self)
 
 
-_current: ContextVar[Call | None] = ContextVar("antiphon_call", default=None)
-enter_call = _current.set
-"""Make a call the current one of this task, and of the tasks and threads that it starts."""
-current_call = _current.get
-"""Return the current call, None outside of calls."""
+log_request_id: ContextVar[str] = ContextVar("antiphon_request_id", default="")
+"""Request id in the log lines of this task, and of the tasks and threads that it starts; "" outside of calls."""
 
 
 class RequestIds:

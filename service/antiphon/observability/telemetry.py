@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
-import grpc.aio
-
-from antiphon.domain.caller import caller_of
-from antiphon.observability.call import Call, RequestIds, find_metadata
+from antiphon.observability.call import Call, RequestIds, Text, find_metadata
 from antiphon.observability.metrics.metric_families import MetricFamilies
 from antiphon.observability.metrics.rpc_metrics import RpcMetrics
 from antiphon.observability.trace_context import Sampler, read_trace_parent
@@ -18,7 +14,6 @@ from antiphon.observability.trace_context import Sampler, read_trace_parent
 # Bytes that HTTP/2 adds for each metadata pair when it counts their size.
 _PAIR_BYTES = 32
 
-Context = grpc.aio.ServicerContext[Any, Any]
 Sink = Callable[[Call], None]
 """Receives every finished call, in the event loop: it must not block."""
 
@@ -52,17 +47,16 @@ class Telemetry:
         """Show the metrics of a method at zero."""
         self._metrics.expect(method)
 
-    def begin(self, method: str, context: Context) -> Call:
+    def begin(self, method: str, metadata: Sequence[tuple[str, Text]], *, caller: str, connection: str) -> Call:
         """Begin the record of a call that arrives now. Exactly one `end` and one `left` must follow."""
         self._metrics.begun()
-        metadata = context.invocation_metadata() or ()
         request_id, traceparent = find_metadata(metadata)
         return Call(
             method=method,
             request_id=self._ids.of(request_id),
             arrival_s=self._clock(),
-            caller=caller_of(context),
-            connection=context.peer(),
+            caller=caller,
+            connection=connection,
             num_metadata_bytes=sum(len(key) + len(value) + _PAIR_BYTES for key, value in metadata),
             trace=read_trace_parent(traceparent) or (self._sampler.begin() if self._sampler else None),
         )

@@ -1,6 +1,12 @@
 """Authenticates calls: an interceptor before every service of a port that checks bearer tokens and names the caller.
 
 A call is refused before its request is read and before any header is sent. Refusals appear in metrics and log lines.
+A token file has lines of this form; only the SHA-256 of tokens is stored and compared:
+
+    # name:sha256 of the token, in hex; a name may have several while its token is renewed
+    alice:9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0bb822cd15d6c15b0f00a0
+
+A leaked file reveals no token, provided that tokens are random: docs/SECURITY.md explains how to create them.
 """
 
 from __future__ import annotations
@@ -16,12 +22,12 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from antiphon.domain.caller import enter_caller
 from antiphon.domain.errors import TokenInvalid, Unauthenticated
 from antiphon.observability.call import is_request_id
 from antiphon.observability.telemetry import Telemetry
 from antiphon.rpc.client_waits import ClientWaits
-from antiphon.rpc.middleware import InFlight, handler
+from antiphon.rpc.context import enter_caller
+from antiphon.rpc.middleware import CallMiddleware, Endpoint, ServerCall, grpc_handler
 from antiphon.rpc.reloading import FileProblem, Reloading, read_bytes
 
 _MAX_FILE_BYTES = 1 << 20
@@ -89,7 +95,7 @@ class Gate(grpc.aio.ServerInterceptor):
     ) -> None:
         self._tokens = tokens
         self._caller_key = caller_key
-        self._refusals = InFlight(telemetry, waits)
+        self._middleware = CallMiddleware(telemetry, waits)
 
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
@@ -108,12 +114,12 @@ class Gate(grpc.aio.ServerInterceptor):
         """Return the name of the call's token; None if tokens are not checked. Raises Unauthenticated."""
         if self._tokens is None:
             return None
-        given = [value for key, value in metadata if key == "authorization"]
-        if not given:
+        values = [value for key, value in metadata if key == "authorization"]
+        if not values:
             raise Unauthenticated("the call carries no token; send metadata authorization: Bearer TOKEN")
-        scheme, _, token = str(given[0]).partition(" ")
+        scheme, _, token = str(values[0]).partition(" ")
         owner = owner_of(token.strip(), self._tokens.current()) if scheme.lower() == "bearer" else None
-        if owner is None or len(given) > 1:
+        if owner is None or len(values) > 1:
             raise TokenInvalid("the token is not one of this server's")
         return owner
 
@@ -122,8 +128,8 @@ class Gate(grpc.aio.ServerInterceptor):
         return name if isinstance(name, str) and is_request_id(name) else None
 
     def _refusing(self, error: Unauthenticated) -> grpc.RpcMethodHandler[Any, Any]:
-        async def refuse() -> None:
+        async def refuse(call: ServerCall) -> None:
             raise error
 
         # A handler of streams refuses without waiting for a request. Clients of unary methods see no difference.
-        return handler(self._refusals.guard_refused(_REFUSED, refuse), is_streaming=True)
+        return grpc_handler(self._middleware.guard(_REFUSED, Endpoint(refuse)), is_streaming=True)

@@ -2,8 +2,8 @@
 
 A waiting call uses memory and counts towards the limit on calls in flight, and only its client decides how long it
 waits. When the limit on calls or on bytes is reached, the caller with the most waiting calls loses the oldest ones of
-its busiest connection, so one client cannot lock the others out. One caller alone may have half of the bytes. Ends
-calls through callbacks; knows no message and no gRPC.
+its busiest connection, so one client cannot lock other clients out. One caller alone may have half of the bytes. Calls
+are ended through callbacks.
 """
 
 from __future__ import annotations
@@ -12,15 +12,14 @@ import asyncio
 import enum
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import grpc.aio
 
 from antiphon.domain.errors import AntiphonError, RequestTimeout, SlowReader, TooManyRpcs
-from antiphon.observability.call import REQUEST_ID_KEY, Call, current_call
+from antiphon.observability.call import Call
 from antiphon.observability.metrics.metric_families import MetricFamilies
 
 # A call that has waited for less time than this is not ended to make room: on a busy loop it may be about to continue.
@@ -154,13 +153,13 @@ class ClientWaits:
     def _end_requests(self, min_age_s: float) -> None:
         """End incomplete requests of at least this age until their number is below the limit."""
         limit = self._limits.max_requests
-        num_wanted = self.num_waiting(Stage.REQUEST) - limit + limit // _ROOM_SHARE
-        self._make_room((Stage.REQUEST,), max(1, num_wanted), min_age_s)
+        num_calls = self.num_waiting(Stage.REQUEST) - limit + limit // _ROOM_SHARE
+        self._make_room((Stage.REQUEST,), max(1, num_calls), min_age_s)
 
-    def _make_room(self, stages: Iterable[Stage], num_wanted: int, min_age_s: float = _MIN_AGE_S) -> bool:
+    def _make_room(self, stages: Iterable[Stage], num_calls: int, min_age_s: float = _MIN_AGE_S) -> bool:
         latest_s = self._clock() - min_age_s
         old = [wait for stage in stages for wait in self._waits[stage] if wait.since_s <= latest_s]
-        chosen = _of_largest_holder(old, lambda wait: 1)[:num_wanted]
+        chosen = _of_largest_holder(old, lambda wait: 1)[:num_calls]
         for wait in chosen:
             self._give_up(wait, "pressure", _no_room())
         return bool(chosen)
@@ -196,7 +195,7 @@ class ClientWaits:
             return
         num_excess = num_bytes - limit + limit // _ROOM_SHARE
         while num_excess > 0 and len(answers) > 1:
-            for wait in _of_largest_holder(answers[:-1], lambda one: one.num_bytes):
+            for wait in _of_largest_holder(answers[:-1], lambda wait: wait.num_bytes):
                 self._give_up(wait, "pressure", SlowReader(f"more than {limit} bytes of answers wait to be read"))
                 num_excess -= wait.num_bytes
                 if num_excess <= 0:
@@ -238,7 +237,7 @@ def _of_largest_holder(waits: list[Wait], weigh: Callable[[Wait], int]) -> list[
         for wait in waits:
             totals[getattr(wait, name)] += weigh(wait)
         if totals:
-            largest = max(totals, key=lambda one: totals[one])
+            largest = max(totals, key=lambda holder: totals[holder])
             waits = [wait for wait in waits if getattr(wait, name) == largest]
     return sorted(waits, key=lambda wait: wait.since_s)
 
@@ -266,23 +265,25 @@ class WaitMetrics:
 
 
 class Writer:
-    """Sends the headers of one RPC, with its request id, and its messages, one at a time.
+    """Sends the messages of one request, one at a time, each within the limits of `ClientWaits`.
 
-    Create it in the RPC's own task. backlog_bytes: returns the memory of what is ready to follow a message.
+    record: its account. send: sends a message. begin: sends the headers before the first one; None if there are none.
+    backlog_bytes: returns the memory of what is ready to follow a message.
     """
 
     def __init__(
         self,
         waits: ClientWaits,
-        context: grpc.aio.ServicerContext[Any, Any],
+        record: Call,
+        send: Callable[[bytes], Awaitable[None]],
+        begin: Callable[[], Awaitable[None]] | None = None,
         backlog_bytes: Callable[[], int] | None = None,
     ) -> None:
         self._waits = waits
+        self._record = record
+        self._send = send
+        self._begin = begin
         self._backlog_bytes = backlog_bytes
-        self._context = context
-        self._call = call = current_call()
-        self._headers = () if call is None else ((REQUEST_ID_KEY, call.request_id),)
-        self._has_begun = False
 
     async def write(self, data: bytes) -> None:
         """Send a serialised message. Returns when the client's flow control has accepted it.
@@ -292,14 +293,13 @@ class Writer:
         Raises SlowReader if that takes too long or too many bytes are unread, CancelledError if the call ends first.
         Tokens that the stream collects until then go with the next message.
         """
-        call = self._call
-        writing = _Writing(self._waits, call, len(data), self._backlog_bytes)
+        writing = _Writing(self._waits, self._record, len(data), self._backlog_bytes)
         try:
-            if not self._has_begun:
+            if self._begin is not None:
                 # Sent separately: if they waited with the first message, a cancelled write would prevent any status.
-                await self._context.send_initial_metadata(self._headers)
-                self._has_begun = True
-            await self._context.write(data)
+                await self._begin()
+                self._begin = None
+            await self._send(data)
         except asyncio.CancelledError:
             writing.raise_slow()
             raise
@@ -307,24 +307,22 @@ class Writer:
             raise asyncio.CancelledError from None
         finally:
             writing.end()
-        if call is not None:
-            call.num_messages += 1
-            call.num_unsent_bytes = 0
+        self._record.num_messages += 1
+        self._record.num_unsent_bytes = 0
 
 
 class _Writing:
     """Message that waits for its client, in the task that writes it."""
 
     def __init__(
-        self, waits: ClientWaits, call: Call | None, num_bytes: int, backlog_bytes: Callable[[], int] | None
+        self, waits: ClientWaits, record: Call, num_bytes: int, backlog_bytes: Callable[[], int] | None
     ) -> None:
         self._waits = waits
         self._task = asyncio.current_task()
         self._slow: AntiphonError | None = None
-        caller, connection = ("", "") if call is None else (call.caller, call.connection)
-        if call is not None:
-            call.num_unsent_bytes = num_bytes
-        self._wait = Wait(Stage.ANSWER, caller, connection, self._give_up, COPIES * num_bytes, backlog_bytes)
+        record.num_unsent_bytes = num_bytes
+        num_kept = COPIES * num_bytes
+        self._wait = Wait(Stage.ANSWER, record.caller, record.connection, self._give_up, num_kept, backlog_bytes)
         waits.begin(self._wait)
 
     def end(self) -> None:

@@ -1,12 +1,18 @@
-"""gRPC handlers of methods: binds a service's methods to their names, with the limits and metrics of `rpc.py`."""
+"""Middlewares of every call, composed once for each method: telemetry, errors, callers' turns, limits, client waits.
+
+A middleware wraps the handling of a call and sees gRPC's own context; handlers receive a RequestContext. Requests are
+read here and not by gRPC: so a call can be refused before its message is read, and the client has a time limit to send
+it. A unary answer has a time limit too, until its client has read it.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import grpc
@@ -16,13 +22,44 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
 from antiphon.domain.errors import AntiphonError, InvalidArgument, InWords, MetadataTooLarge, TooManyRpcs
-from antiphon.observability.call import Call, enter_call
-from antiphon.observability.telemetry import Context, Telemetry
-from antiphon.rpc.client_waits import COPIES, ClientWaits, Stage, Wait, Writer
+from antiphon.observability.call import Call, log_request_id
+from antiphon.observability.telemetry import Telemetry
+from antiphon.rpc.client_waits import COPIES, ClientWaits, Stage, Wait
+from antiphon.rpc.context import GrpcContext, Metadata, RequestContext, caller_of
 from antiphon.rpc.grpc_fixes.core_cancel import cancel_call
+from antiphon.rpc.grpc_fixes.deadline import monotonic_deadline_s
 from antiphon.rpc.grpc_fixes.resets import Resets
-from antiphon.rpc.parsing import Malformed, Parser, parser
-from antiphon.rpc.status import ClientGone, Metadata, abort, code_of, failure_of, status_of
+from antiphon.rpc.parsing import Parser, parsed, parser
+from antiphon.rpc.status import ClientGone, abort, code_of, failure_of, status_of
+
+# Delay before a client should retry a call that was refused for the number of calls: some have ended by then.
+_FULL_RETRY_S = 1.0
+# Calls that start in one iteration of the event loop, each with 0.1 to 1 ms of work.
+_CALLS_PER_TURN = 8
+
+Method = Callable[[Any, RequestContext], Awaitable[Any]]
+"""Answers a request or a stream of requests: returns the answer, or writes a stream and returns None."""
+GrpcMethod = Callable[[object, GrpcContext], Awaitable[Any]]
+Trailer = Callable[[Call], tuple[str, bytes]]
+Check = Callable[[Call], None]
+"""Refuses a call by raising an AntiphonError."""
+
+
+class _NoRequest(InvalidArgument):
+    """The client ended its side of a call, or the whole call, without a request."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CallLimits:
+    """Limits on the calls of a server; None is no limit."""
+
+    max_rpcs: int | None = None
+    """Maximum number of concurrent RPCs, streams of requests included."""
+    max_metadata_bytes: int | None = None
+    """Maximum size of the metadata of one call, as HTTP/2 counts it."""
+
+
+NO_LIMITS = CallLimits()
 
 
 def _current_task() -> asyncio.Task[Any]:
@@ -32,40 +69,252 @@ def _current_task() -> asyncio.Task[Any]:
 
 
 @dataclass(slots=True, eq=False)
-class Rpc:
-    """RPC in flight.
+class ServerCall:
+    """Call in flight as middlewares see it, from its headers until its status is written."""
 
-    answer: unary answer that its client has not read; None before there is one. has_request: its request was read.
-    """
-
-    call: Call
-    context: Context
-    handler: asyncio.Task[Any] = field(default_factory=_current_task)
+    context: RequestContext
+    grpc: GrpcContext
+    is_open: bool
+    """True for a stream that may idle: a drain does not wait for it."""
+    refuse: Callable[[ServerCall, AntiphonError], None]
+    """Ends the call with an error while its handler waits."""
+    task: asyncio.Task[Any] = field(default_factory=_current_task)
+    """Task of the handler. It is done when the status is written."""
     answer: Wait | None = None
+    """Unary answer that the client has not read; None before there is one."""
     has_request: bool = False
+    """True when its request was read, or the first one of its stream."""
+
+    @property
+    def record(self) -> Call:
+        """Account of the call."""
+        return self.context.record
 
     def wait(self, stage: Stage, give_up: Callable[[AntiphonError], None], num_bytes: int = 0) -> Wait:
-        """Return the record of this call's wait for its client."""
-        return Wait(stage, self.call.caller, self.call.connection, give_up, num_bytes)
+        """Return a wait of this call for its client."""
+        return Wait(stage, self.record.caller, self.record.connection, give_up, num_bytes)
 
-    def give_up_answer(self, error: AntiphonError) -> None:
-        """End the call with an error instead of an answer that its client does not read."""
-        code, message, _ = status_of(error)
-        self.call.code, self.call.error = code.name, error
-        cancel_call(self.context, code, message)
+    @contextlib.contextmanager
+    def waiting(self, stage: Stage) -> Iterator[None]:
+        """Record that the call waits for its client. It may be refused meanwhile."""
+        wait = self.wait(stage, partial(self.refuse, self))
+        self.context.waits.begin(wait)
+        try:
+            yield
+        finally:
+            self.context.waits.end(wait)
+
+    async def receive(self, parse: Parser) -> Message:
+        """Read the one request of the call. Raises InvalidArgument."""
+        with self.waiting(Stage.REQUEST):
+            data = await self.grpc.read()
+        if data is grpc.aio.EOF:
+            await asyncio.sleep(0)  # if the client has ended the call, this task is cancelled here
+            raise _NoRequest("message", InWords("missing"), "sent once, before the client ends its side")
+        self.has_request = True
+        return parsed(parse, data)
+
+    async def requests(self, parse: Parser, stage: Stage) -> AsyncIterator[Message]:
+        """Yield the requests of a stream. Raises InvalidArgument if one cannot be parsed."""
+        while True:
+            with self.waiting(stage):
+                data = await self.grpc.read()
+            if data is grpc.aio.EOF:
+                return
+            self.has_request = True
+            yield parsed(parse, data)
 
 
-# Calls that start in one iteration of the event loop, each with 0.1 to 1 ms of work.
-_CALLS_PER_TURN = 8
+Handler = Callable[[ServerCall], Awaitable[Any]]
+Middleware = Callable[[Handler, ServerCall], Awaitable[Any]]
+"""Handles a call by way of the next handler, before, after or instead of which it does its own work."""
+
+
+def compose(middlewares: Sequence[Middleware], handler: Handler) -> Handler:
+    """Return a handler within all middlewares, the first one outermost."""
+    for middleware in reversed(middlewares):
+        handler = partial(middleware, handler)
+    return handler
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Innermost handler of a method: reads the requests and calls the method. is_open: its calls may idle."""
+
+    handler: Handler
+    is_open: bool = False
+
+
+def one_request(method: Method, parse: Parser, check: Check | None = None) -> Endpoint:
+    """Return the endpoint of a method with one request. check: refuses a call before its request is read."""
+
+    async def handle(call: ServerCall) -> Any:
+        if check is not None:
+            check(call.record)
+        return await method(await call.receive(parse), call.context)
+
+    return Endpoint(handle)
+
+
+def idle_stream(method: Method, parse: Parser) -> Endpoint:
+    """Return the endpoint of a method with one request, whose answer is a stream that may idle without time limit."""
+
+    async def handle(call: ServerCall) -> None:
+        request = await call.receive(parse)
+        with call.waiting(Stage.OPEN):
+            await method(request, call.context)
+
+    return Endpoint(handle, is_open=True)
+
+
+def request_stream(method: Method, parse: Parser) -> Endpoint:
+    """Return the endpoint of a method that reads a stream of requests, which may idle.
+
+    A drain waits only for the requests that `CallMiddleware.request` was entered for, not for the call itself.
+    """
+
+    async def handle(call: ServerCall) -> Any:
+        return await method(call.requests(parse, Stage.OPEN), call.context)
+
+    return Endpoint(handle, is_open=True)
+
+
+class ActiveCalls:
+    """Numbers of the calls in flight. For the event loop."""
+
+    def __init__(self) -> None:
+        self._num_active = 0  # a drain waits for these
+        self._num_open = 0  # streams that may idle; a drain does not wait for these
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def total(self) -> int:
+        """Number of calls, and of requests of streams."""
+        return self._num_active + self._num_open
+
+    async def wait_until_idle(self) -> None:
+        """Return when no call is in flight, except streams that may idle."""
+        await self._idle.wait()
+
+    def enter(self, *, is_open: bool = False) -> None:
+        """Count a call, or a request of a stream. is_open: a stream that may idle."""
+        if is_open:
+            self._num_open += 1
+        else:
+            self._num_active += 1
+            self._idle.clear()
+
+    def leave(self, *, is_open: bool = False) -> None:
+        """Count the end of a call, or of a request of a stream."""
+        if is_open:
+            self._num_open -= 1
+            return
+        self._num_active -= 1
+        if self._num_active == 0:
+            self._idle.set()
+
+
+class TelemetryMiddleware:
+    """Reports every call exactly once to telemetry, at its end, and removes it from the calls in flight."""
+
+    def __init__(self, telemetry: Telemetry, active: ActiveCalls, waits: ClientWaits, resets: Resets | None) -> None:
+        self._telemetry = telemetry
+        self._active = active
+        self._waits = waits
+        self._resets = resets
+
+    async def __call__(self, handler: Handler, call: ServerCall) -> Any:
+        """Handle a call. Its end is recorded automatically once its status is written."""
+        # A callback of the task, because a callback of gRPC's context would keep the call in memory after its end.
+        call.task.add_done_callback(lambda _: self.leave(call))
+        try:
+            return await handler(call)
+        finally:
+            if call.answer is None:  # otherwise reported when the answer is written
+                self._telemetry.end(call.record)
+
+    def leave(self, call: ServerCall) -> None:
+        """Record that the status of a call is written, or that its client has left."""
+        if call.answer is not None:
+            self._waits.end(call.answer)
+            call.answer = None  # it refers to this call: a cycle would keep both in memory
+            self._telemetry.end(call.record)
+        if self._resets is not None:
+            is_reset = not call.has_request and call.record.code == "CANCELLED"
+            self._resets.ended(call.record.connection, is_reset=is_reset)
+        self._telemetry.left()
+        self._active.leave(is_open=call.is_open)
+
+
+class ErrorMiddleware:
+    """Ends every call with exactly one status and its trailers, also if its handler raises."""
+
+    def __init__(self) -> None:
+        self.last_trailer: Trailer | None = None
+        """Returns one more trailer of every call. It is called when the status is known."""
+        self._refusing: set[asyncio.Task[None]] = set()
+
+    async def __call__(self, handler: Handler, call: ServerCall) -> Any:
+        """Handle a call. Raises AbortError for a status other than OK, or CancelledError if none can be sent now."""
+        try:
+            answer = await handler(call)
+            call.record.code = code_of(call.grpc)
+            call.grpc.set_trailing_metadata(self._trailers(call.record))
+            return answer
+        except BaseException as error:
+            if (failure := failure_of(call.context, call.grpc, error)) is not None:
+                await self._fail(call, *failure)
+            raise
+
+    def refuse(self, call: ServerCall, error: AntiphonError) -> None:
+        """End a call whose handler waits. The status ends the wait."""
+        call.record.error = error
+        code, message, metadata = status_of(error)
+        task = asyncio.ensure_future(self._abort_from_other_task(call, code, message, metadata))
+        self._refusing.add(task)
+        task.add_done_callback(self._refusing.discard)
+
+    async def _fail(self, call: ServerCall, code: grpc.StatusCode, message: str, metadata: Metadata) -> None:
+        """End a call with a status other than OK. Raises AbortError, or CancelledError if it cannot be sent now."""
+        record = call.record
+        try:
+            await abort(record, call.grpc, code, message, (*metadata, *self._trailers(record)))
+        except ClientGone:
+            if isinstance(record.error, _NoRequest):  # the call was reset, not ended without a request
+                record.code, record.error = "CANCELLED", None
+        raise asyncio.CancelledError from None
+
+    async def _abort_from_other_task(
+        self, call: ServerCall, code: grpc.StatusCode, message: str, metadata: Metadata
+    ) -> None:
+        """End a call with a status from a task other than its handler's, then cancel the handler."""
+        with contextlib.suppress(grpc.aio.BaseError, ClientGone, asyncio.CancelledError):
+            await abort(call.record, call.grpc, code, message, (*metadata, *self._trailers(call.record)))
+        call.task.cancel()  # it may wait for something other than its client
+
+    def _trailers(self, record: Call) -> Metadata:
+        if self.last_trailer is not None:
+            record.trailers.append(self.last_trailer(record))
+        return tuple(record.trailers)
 
 
 class CallTurns:
-    """Calls that wait to start, grouped by caller. For one event loop."""
+    """Fair order in which calls of different callers start on the event loop.
+
+    Without it, a burst of thousands of calls from one client would run before a single call that another client sends a
+    moment later. Each iteration of the loop starts a few calls. When more calls wait, their callers take turns.
+    """
 
     def __init__(self, calls_per_turn: int = _CALLS_PER_TURN) -> None:
         self._calls_per_turn = self._num_left = calls_per_turn
         self._is_scheduled = False
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # the caller whose turn is next comes first
+
+    async def __call__(self, handler: Handler, call: ServerCall) -> Any:
+        """Handle a call when it is its caller's turn."""
+        await self.take(call.record.caller)
+        return await handler(call)
 
     @property
     def num_waiting(self) -> int:
@@ -102,45 +351,59 @@ class CallTurns:
         start = starts.popleft()
         del self._waiting[caller]
         if starts:
-            self._waiting[caller] = starts  # behind the others
+            self._waiting[caller] = starts  # behind the other callers
         if start.done():
             return False
         start.set_result(None)
         return True
 
 
-# Delay before a client should retry a call that was refused for the number of calls: some have ended by then.
-_FULL_RETRY_S = 1.0
+class LimitMiddleware:
+    """Refuses calls with too much metadata, and calls beyond the limit on their number."""
 
-Method = Callable[[Any, Context], Awaitable[Any]]
-Trailer = Callable[[Call], tuple[str, bytes]]
+    def __init__(self, limits: CallLimits, active: ActiveCalls, waits: ClientWaits) -> None:
+        self._limits = limits
+        self._active = active
+        self._waits = waits
 
+    async def __call__(self, handler: Handler, call: ServerCall) -> Any:
+        """Handle a call that is within the limits."""
+        self.check(call.record)
+        return await handler(call)
 
-Check = Callable[[Call], None]
-"""Refuses a call by raising an AntiphonError."""
+    def check(self, record: Call) -> None:
+        """Raise MetadataTooLarge, or TooManyRpcs if there are too many calls and none of them waits for its client.
 
-
-class _NoRequest(InvalidArgument):
-    """The client ended its side of a call, or the whole call, without a request."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CallLimits:
-    """Limits on the calls of a server; None is no limit.
-
-    max_rpcs: maximum number of concurrent RPCs, streams of requests included.
-    max_metadata_bytes: maximum size of the metadata of one call, as HTTP/2 counts it.
-    """
-
-    max_rpcs: int | None = None
-    max_metadata_bytes: int | None = None
-
-
-NO_LIMITS = CallLimits()
+        Core itself refuses large metadata only from clients that have acknowledged its settings.
+        """
+        longest, limit = self._limits.max_metadata_bytes, self._limits.max_rpcs
+        if longest is not None and record.num_metadata_bytes > longest:
+            raise MetadataTooLarge(f"metadata has {record.num_metadata_bytes} bytes; it must have at most {longest}")
+        if limit is None or self._active.total <= limit or self._waits.make_room(limit):
+            return
+        raise TooManyRpcs(f"{limit} calls are in flight, which is max_concurrent_rpcs", retry_after_s=_FULL_RETRY_S)
 
 
-class InFlight:
-    """RPCs in flight: counts them, applies limits, and reports each to telemetry. For the event loop."""
+async def wait_for_reader(handler: Handler, call: ServerCall) -> bytes | None:
+    """Handle a call, and record that its unary answer waits until its client has read it; None for a stream."""
+    answer = await handler(call)
+    if answer is None:
+        return None
+    data: bytes = answer.SerializeToString()
+
+    def give_up(error: AntiphonError) -> None:
+        """End the call with an error instead of an answer that its client does not read."""
+        code, message, _ = status_of(error)
+        call.record.code, call.record.error = code.name, error
+        cancel_call(call.grpc, code, message)
+
+    call.answer = call.wait(Stage.ANSWER, give_up, COPIES * len(data))
+    call.context.waits.begin(call.answer)
+    return data
+
+
+class CallMiddleware:
+    """Middlewares of one port, around the endpoints of its methods. For the event loop."""
 
     def __init__(
         self,
@@ -154,17 +417,20 @@ class InFlight:
         self._resets = resets
         self._waits = waits
         self._limits = limits
+        self._active = ActiveCalls()
+        self._errors = ErrorMiddleware()
         self._turns = CallTurns()
-        self._last_trailer: Trailer | None = None
-        self._num_active = 0  # a drain waits for these
-        self._num_open = 0  # streams that may idle; a drain does not wait for these
-        self._idle = asyncio.Event()
-        self._idle.set()
-        self._refusing: set[asyncio.Task[None]] = set()
+        self._middlewares: tuple[Middleware, ...] = (
+            TelemetryMiddleware(telemetry, self._active, waits, resets),
+            self._errors,
+            self._turns,
+            LimitMiddleware(limits, self._active, waits),
+            wait_for_reader,
+        )
 
     async def wait_until_idle(self) -> None:
         """Return when no RPC is in flight."""
-        await self._idle.wait()
+        await self._active.wait_until_idle()
 
     def expect(self, name: str) -> None:
         """Show the metrics of a method name for `request` at zero."""
@@ -172,253 +438,74 @@ class InFlight:
 
     def end_with(self, trailer: Trailer) -> None:
         """Add a trailer to every RPC. The function is called when its status is known."""
-        self._last_trailer = trailer
+        self._errors.last_trailer = trailer
 
-    def apart(self, *, is_logged: bool = True) -> InFlight:
-        """Return a separate InFlight, for RPCs that no drain waits for and that do not count towards this limit."""
+    def apart(self, *, is_logged: bool = True) -> CallMiddleware:
+        """Return separate middlewares, for RPCs that no drain waits for and that do not count towards this limit."""
         telemetry = self._telemetry if is_logged else self._telemetry.without_sinks()
-        return InFlight(telemetry, self._waits, self._limits, self._resets)
+        return CallMiddleware(telemetry, self._waits, self._limits, self._resets)
 
-    def guard(self, name: str, method: Method, parse: Parser, check: Check | None = None) -> Method:
-        """Return a handler of a method with one request, with the limits and metrics of this module.
-
-        name: `package.Service/Method`. The method returns the answer, or writes a stream and returns None.
-        check: raises an AntiphonError for a call that is refused before its request is read.
-        """
+    def guard(self, name: str, endpoint: Endpoint) -> GrpcMethod:
+        """Return an endpoint within all middlewares. name: `package.Service/Method`, for metrics and log lines."""
         self._telemetry.expect(name)
+        handle = compose(self._middlewares, endpoint.handler)
 
-        async def guarded(_: object, context: Context) -> Any:
-            rpc = self._enter(name, context)
-            return await self._concluded(rpc, lambda: self._answered(rpc, method, parse, check))
+        async def guarded(_: object, context: GrpcContext) -> Any:
+            return await handle(self.begin(name, context, is_open=endpoint.is_open))
 
         return guarded
 
-    def guard_open(self, name: str, method: Method, parse: Parser) -> Method:
-        """Return a handler as guard does, for a method whose stream may be idle without time limit."""
-        self._telemetry.expect(name)
-
-        async def guarded(_: object, context: Context) -> None:
-            rpc = self._enter(name, context, is_open=True)
-
-            async def run() -> None:
-                request = await self._receive(rpc, parse)
-                with self._waiting(rpc, Stage.OPEN):
-                    await method(request, context)
-
-            await self._concluded(rpc, run)
-
-        return guarded
-
-    def guard_requests(self, name: str, method: Method, parse: Parser, *, may_idle: bool = True) -> Method:
-        """Return a handler as guard does, for a method that reads a stream of requests.
-
-        A drain waits only for the requests that `request` was entered for, not for the call itself.
-        may_idle: False gives each request the time limit of a unary call's request.
-        """
-        self._telemetry.expect(name)
-        stage = Stage.OPEN if may_idle else Stage.REQUEST
-
-        async def guarded(_: object, context: Context) -> Any:
-            rpc = self._enter(name, context, is_open=True)
-            return await self._concluded(rpc, lambda: method(self._requests(rpc, parse, stage), context))
-
-        return guarded
-
-    def guard_refused(self, name: str, refuse: Callable[[], Awaitable[None]]) -> Method:
-        """Return a handler that ends every call with the error that refuse raises, without reading a request."""
-        self._telemetry.expect(name)
-
-        async def guarded(_: object, context: Context) -> None:
-            await self._concluded(self._enter(name, context), refuse)
-
-        return guarded
-
-    def writer(self, context: Context) -> Writer:
-        """Return the writer of the current RPC's messages."""
-        return Writer(self._waits, context)
+    def begin(self, name: str, context: GrpcContext, *, is_open: bool) -> ServerCall:
+        """Begin a call. `TelemetryMiddleware` records its end."""
+        metadata = tuple(context.invocation_metadata() or ())
+        record = self._telemetry.begin(name, metadata, caller=caller_of(context), connection=context.peer())
+        log_request_id.set(record.request_id)
+        self._active.enter(is_open=is_open)
+        request = RequestContext(
+            record=record,
+            metadata=metadata,
+            deadline_s=monotonic_deadline_s(context),
+            waits=self._waits,
+            send=context.write,
+            send_headers=context.send_initial_metadata,
+        )
+        return ServerCall(request, context, is_open, self._errors.refuse)
 
     @contextlib.contextmanager
-    def request(self, name: str, context: Context) -> Iterator[Call]:
+    def request(self, name: str, context: RequestContext) -> Iterator[RequestContext]:
         """Count and report one request of a stream as an RPC. Enter it in the request's own task.
 
-        The caller sets the code of the yielded call when the request ends.
+        The caller sets the code of the record when the request ends.
         """
-        call = self._begin(name, context)
-        self._take()
+        call = context.record
+        record = self._telemetry.begin(name, context.metadata, caller=call.caller, connection=call.connection)
+        log_request_id.set(record.request_id)
+        self._active.enter()
         try:
-            yield call
+            yield context.derive(record=record)
         finally:
-            self._telemetry.end(call)
-            self._leave()
+            self.end_request(record)
 
     def begin_request(self, call: Call, name: str, request_id: str) -> Call:
         """Count one request of a call as an RPC, without a task of its own, and begin its record; see end_request."""
-        self._take()
+        self._active.enter()
         return self._telemetry.begin_request(call, name, request_id)
 
-    def end_request(self, call: Call) -> None:
+    def end_request(self, record: Call) -> None:
         """Report a request that `begin_request` began. The caller has set its code."""
-        self._telemetry.end(call)
-        self._leave()
-
-    async def turn(self, call: Call) -> None:
-        """Wait until one more request of a call may start: callers take turns on the event loop."""
-        await self._turns.take(call.caller)
-
-    def _begin(self, name: str, context: Context) -> Call:
-        """Begin the record of a call. Not a context manager: that would double the cost for each call."""
-        call = self._telemetry.begin(name, context)
-        enter_call(call)
-        return call
-
-    def _enter(self, name: str, context: Context, *, is_open: bool = False) -> Rpc:
-        """Begin an RPC. Its end is recorded automatically once its status is written."""
-        rpc = Rpc(self._begin(name, context), context)
-        if is_open:
-            self._num_open += 1
-        else:
-            self._take()
-        # A callback of the task, because a callback of the context would keep the call in memory after its end.
-        rpc.handler.add_done_callback(lambda _: self._exit(rpc, is_open=is_open))
-        return rpc
-
-    def _exit(self, rpc: Rpc, *, is_open: bool) -> None:
-        if rpc.answer is not None:
-            self._waits.end(rpc.answer)
-            rpc.answer = None  # it refers to this RPC: a cycle would keep both in memory
-            self._telemetry.end(rpc.call)
-        if self._resets is not None:
-            is_reset = not rpc.has_request and rpc.call.code == "CANCELLED"
-            self._resets.ended(rpc.call.connection, is_reset=is_reset)
-        if is_open:
-            self._num_open -= 1
-            self._telemetry.left()
-        else:
-            self._leave()
-
-    def _take(self) -> None:
-        self._num_active += 1
-        self._idle.clear()
-
-    def _leave(self) -> None:
+        self._telemetry.end(record)
         self._telemetry.left()
-        self._num_active -= 1
-        if self._num_active == 0:
-            self._idle.set()
+        self._active.leave()
 
-    def _check(self, call: Call) -> None:
-        """Raise MetadataTooLarge, or TooManyRpcs if there are too many calls and none of them waits for its client.
-
-        Core itself refuses large metadata only from clients that have acknowledged its settings.
-        """
-        longest, limit = self._limits.max_metadata_bytes, self._limits.max_rpcs
-        if longest is not None and call.num_metadata_bytes > longest:
-            raise MetadataTooLarge(f"metadata has {call.num_metadata_bytes} bytes; it must have at most {longest}")
-        if limit is None or self._num_active + self._num_open <= limit or self._waits.make_room(limit):
-            return
-        raise TooManyRpcs(f"{limit} calls are in flight, which is max_concurrent_rpcs", retry_after_s=_FULL_RETRY_S)
-
-    async def _concluded(self, rpc: Rpc, run: Callable[[], Awaitable[Any]]) -> Any:
-        """Run an RPC and end it with a status and trailers, also if it raises."""
-        call, context = rpc.call, rpc.context
-        try:
-            await self._turns.take(call.caller)
-            self._check(call)
-            answer = await run()
-            call.code = code_of(context)
-            context.set_trailing_metadata(self._trailers(call))
-            return answer
-        except BaseException as error:
-            if (failure := failure_of(call, context, error)) is not None:
-                await self._fail(rpc, *failure)
-            raise
-        finally:
-            if rpc.answer is None:  # otherwise reported when the answer is written
-                self._telemetry.end(call)
-
-    async def _fail(self, rpc: Rpc, code: grpc.StatusCode, message: str, metadata: Metadata) -> None:
-        """End an RPC with a status other than OK. Raises AbortError, or CancelledError if it cannot be sent now."""
-        call = rpc.call
-        try:
-            await abort(call, rpc.context, code, message, (*metadata, *self._trailers(call)))
-        except ClientGone:
-            if isinstance(call.error, _NoRequest):  # the call was reset, not ended without a request
-                call.code, call.error = "CANCELLED", None
-        raise asyncio.CancelledError from None
-
-    async def _answered(self, rpc: Rpc, method: Method, parse: Parser, check: Check | None) -> bytes | None:
-        """Read the request, run the method, and return its answer, which must be read in time; None for a stream."""
-        if check is not None:
-            check(rpc.call)
-        answer = await method(await self._receive(rpc, parse), rpc.context)
-        if answer is None:
-            return None
-        data: bytes = answer.SerializeToString()
-        rpc.answer = rpc.wait(Stage.ANSWER, rpc.give_up_answer, COPIES * len(data))
-        self._waits.begin(rpc.answer)
-        return data
-
-    async def _receive(self, rpc: Rpc, parse: Parser) -> Message:
-        """Read the one request of a call. Raises InvalidArgument."""
-        with self._waiting(rpc, Stage.REQUEST):
-            data = await rpc.context.read()
-        if data is grpc.aio.EOF:
-            await asyncio.sleep(0)  # if the client has ended the call, this task is cancelled here
-            raise _NoRequest("message", InWords("missing"), "sent once, before the client ends its side")
-        rpc.has_request = True
-        return _parsed(parse, data)
-
-    async def _requests(self, rpc: Rpc, parse: Parser, stage: Stage) -> AsyncIterator[Message]:
-        """Yield the requests of a stream. Raises InvalidArgument if one cannot be parsed."""
-        while True:
-            with self._waiting(rpc, stage):
-                data = await rpc.context.read()
-            if data is grpc.aio.EOF:
-                return
-            rpc.has_request = True
-            yield _parsed(parse, data)
-
-    @contextlib.contextmanager
-    def _waiting(self, rpc: Rpc, stage: Stage) -> Iterator[None]:
-        """Record that a call waits for its client. It may be refused meanwhile."""
-        wait = rpc.wait(stage, lambda error: self._refuse(rpc, error))
-        self._waits.begin(wait)
-        try:
-            yield
-        finally:
-            self._waits.end(wait)
-
-    def _refuse(self, rpc: Rpc, error: AntiphonError) -> None:
-        """End a call whose handler waits. The status ends the wait."""
-        rpc.call.error = error
-        code, message, metadata = status_of(error)
-        task = asyncio.ensure_future(self._abort_from_other_task(rpc, code, message, metadata))
-        self._refusing.add(task)
-        task.add_done_callback(self._refusing.discard)
-
-    async def _abort_from_other_task(self, rpc: Rpc, code: grpc.StatusCode, message: str, metadata: Metadata) -> None:
-        """End an RPC with a status from a task other than its handler's, then cancel the handler."""
-        with contextlib.suppress(grpc.aio.BaseError, ClientGone, asyncio.CancelledError):
-            await abort(rpc.call, rpc.context, code, message, (*metadata, *self._trailers(rpc.call)))
-        rpc.handler.cancel()  # it may wait for something other than its client
-
-    def _trailers(self, call: Call) -> Metadata:
-        if self._last_trailer is not None:
-            call.trailers.append(self._last_trailer(call))
-        return tuple(call.trailers)
-
-
-def _parsed(parse: Parser, data: bytes) -> Message:
-    request = parse(data)
-    if isinstance(request, Malformed):
-        raise request.error
-    return request
+    async def turn(self, context: RequestContext) -> None:
+        """Wait until one more request of a call may start: callers take turns on the event loop."""
+        await self._turns.take(context.caller)
 
 
 def handlers_of(
     service: ServiceDescriptor,
     methods: dict[str, Method],
-    in_flight: InFlight,
+    middleware: CallMiddleware,
     checks: Mapping[str, Check] | None = None,
 ) -> grpc.GenericRpcHandler:
     """Return the handlers of a service's methods by name. The service's descriptor says which of them stream.
@@ -429,16 +516,16 @@ def handlers_of(
     for name, method in methods.items():
         descriptor = service.methods_by_name[name]
         parse = parser(GetMessageClass(descriptor.input_type))
-        full_name = f"{service.full_name}/{name}"
         if descriptor.client_streaming:
-            guarded = in_flight.guard_requests(full_name, method, parse)
+            endpoint = request_stream(method, parse)
         else:
-            guarded = in_flight.guard(full_name, method, parse, (checks or {}).get(name))
-        handlers[name] = handler(guarded, is_streaming=descriptor.server_streaming)
+            endpoint = one_request(method, parse, (checks or {}).get(name))
+        guarded = middleware.guard(f"{service.full_name}/{name}", endpoint)
+        handlers[name] = grpc_handler(guarded, is_streaming=descriptor.server_streaming)
     return grpc.method_handlers_generic_handler(service.full_name, handlers)
 
 
-def handler(guarded: Method, *, is_streaming: bool) -> grpc.RpcMethodHandler[Any, Any]:
+def grpc_handler(guarded: GrpcMethod, *, is_streaming: bool) -> grpc.RpcMethodHandler[Any, Any]:
     """Return the handler of a guarded method. It reads its requests itself, so gRPC always treats them as a stream.
 
     A method may write messages that it has serialised: gRPC keeps what it was given until the client has read it.

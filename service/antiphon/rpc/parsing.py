@@ -38,6 +38,14 @@ def parser(kind: type[Message]) -> Parser:
     return parse
 
 
+def parsed(parse: Parser, data: bytes) -> Message:
+    """Return a parsed message. Raises InvalidArgument."""
+    message = parse(data)
+    if isinstance(message, Malformed):
+        raise message.error
+    return message
+
+
 def _explain(kind: type[Message], data: bytes) -> InvalidArgument:
     """Return an error that names the text field that is not UTF-8, nested fields included, else the whole message."""
     found = _find_bad_text(kind.DESCRIPTOR, data)

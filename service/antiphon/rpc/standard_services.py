@@ -16,8 +16,9 @@ from google.protobuf.message import DecodeError, Message
 from grpc_health.v1 import health, health_pb2
 
 from antiphon.domain.errors import InvalidArgument, Unsupported
-from antiphon.observability.telemetry import Context
-from antiphon.rpc.middleware import InFlight, Method, handler
+from antiphon.rpc.client_waits import Stage
+from antiphon.rpc.context import GrpcContext
+from antiphon.rpc.middleware import CallMiddleware, Endpoint, ServerCall, grpc_handler
 from antiphon.rpc.parsing import Malformed, Parser
 
 LIVENESS = "liveness"
@@ -33,35 +34,26 @@ class HealthServicer(health.aio.HealthServicer):
         super().__init__()
         self._listed: dict[str, int] = {}
 
+    @property
+    def is_ready(self) -> bool:
+        """True while the server accepts requests."""
+        return self._listed.get("", _SERVING) == _SERVING
+
+    @property
+    def is_live(self) -> bool:
+        """True while the process is alive."""
+        return self._listed.get(LIVENESS) == _SERVING
+
     async def set(self, service: str, status: int) -> None:
         """Store the status of a service, and send it to those who watch it."""
         self._listed[service] = status
         await super().set(service, status)
 
-    async def List(self, request: Any, context: Context) -> Any:
+    async def List(self, request: Any, context: GrpcContext) -> Any:
         """Return the status of every service, for a HealthListRequest."""
         messages: Any = health_pb2  # its type stubs lack List
         checks = {name: messages.HealthCheckResponse(status=status) for name, status in self._listed.items()}
         return messages.HealthListResponse(statuses=checks)
-
-
-class Health:
-    """Reads a health servicer, for services that report health in their own messages."""
-
-    def __init__(self, servicer: health.aio.HealthServicer) -> None:
-        self._servicer = servicer
-
-    async def is_ready(self, context: Context) -> bool:
-        """Return whether the server accepts requests. Call it within an RPC."""
-        return await self._is_serving("", context)
-
-    async def is_live(self, context: Context) -> bool:
-        """Return whether the process is alive. Call it within an RPC."""
-        return await self._is_serving(LIVENESS, context)
-
-    async def _is_serving(self, name: str, context: Context) -> bool:
-        found = await self._servicer.Check(health_pb2.HealthCheckRequest(service=name), context)
-        return found.status == _SERVING
 
 
 class Probes:
@@ -122,75 +114,85 @@ _UNKNOWN = "(unknown)"
 # (grpc/grpc#38576); newer clients ask for the former alone.
 _ALSO_NAMED = {"grpc.reflection.v1alpha.ServerReflection": ("grpc.reflection.v1.ServerReflection",)}
 
-Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+GrpcHandler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 
 class _Collected:
     """Stand-in for a server that collects the handlers from generated `add_..._to_server` functions."""
 
     def __init__(self) -> None:
-        self.handlers: dict[str, dict[str, Handler]] = {}
+        self.handlers: dict[str, dict[str, GrpcHandler]] = {}
 
     def add_generic_rpc_handlers(self, generic_rpc_handlers: Iterable[grpc.GenericRpcHandler]) -> None:
         """Ignore these: `add_registered_method_handlers` passes the same handlers by name."""
 
-    def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Handler]) -> None:
+    def add_registered_method_handlers(self, service: str, handlers: Mapping[str, GrpcHandler]) -> None:
         """Store the handlers of a service."""
         self.handlers[service] = dict(handlers)
 
 
-def standard_handlers(add: Callable[[Any], None], in_flight: InFlight) -> list[grpc.GenericRpcHandler]:
-    """Return the handlers that `add` registers with a server, with the limits and metrics of in_flight."""
+def standard_handlers(add: Callable[[Any], None], middleware: CallMiddleware) -> list[grpc.GenericRpcHandler]:
+    """Return the handlers that `add` registers with a server, within the middlewares."""
     collected = _Collected()
     add(collected)
     return [
         grpc.method_handlers_generic_handler(
-            named, {name: _guarded(f"{named}/{name}", one, in_flight) for name, one in handlers.items()}
+            name, {method: _guarded(f"{name}/{method}", own, middleware) for method, own in handlers.items()}
         )
         for service, handlers in collected.handlers.items()
-        for named in (service, *_ALSO_NAMED.get(service, ()))
+        for name in (service, *_ALSO_NAMED.get(service, ()))
     ]
 
 
 class UnknownMethods(grpc.GenericRpcHandler):
     """Last handler of a server: counts and refuses methods that no other handler knows."""
 
-    def __init__(self, in_flight: InFlight) -> None:
-        self._handler = handler(in_flight.guard_refused(_UNKNOWN, _refuse_unknown), is_streaming=True)
+    def __init__(self, middleware: CallMiddleware) -> None:
+        self._handler = grpc_handler(middleware.guard(_UNKNOWN, Endpoint(_refuse_unknown)), is_streaming=True)
 
-    def service(self, handler_call_details: grpc.HandlerCallDetails) -> Handler:
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> GrpcHandler:
         """Return the handler that refuses the call."""
         return self._handler
 
 
-async def _refuse_unknown() -> None:
+async def _refuse_unknown(call: ServerCall) -> None:
     raise Unsupported("this server has no such method")
 
 
-def _guarded(name: str, own: Handler, in_flight: InFlight) -> Handler:
-    behaviors: Any = own  # its type stubs describe the synchronous API
-    parse = _parser(behaviors.request_deserializer)
+def _guarded(name: str, own: GrpcHandler, middleware: CallMiddleware) -> GrpcHandler:
+    is_streaming = own.request_streaming or own.response_streaming
+    return grpc_handler(middleware.guard(name, _endpoint(own)), is_streaming=is_streaming)
+
+
+def _endpoint(own: GrpcHandler) -> Endpoint:
+    """Return an endpoint that calls a method of a foreign service, which needs gRPC's own context."""
+    methods: Any = own  # its type stubs describe the synchronous API
+    parse = _parser(methods.request_deserializer)
+
+    async def answer_requests(call: ServerCall) -> None:
+        await _write(methods.stream_stream(call.requests(parse, Stage.REQUEST), call.grpc), call)
+
+    async def stream(call: ServerCall) -> None:
+        request = await call.receive(parse)
+        with call.waiting(Stage.OPEN):
+            await _write(methods.unary_stream(request, call.grpc), call)
+
+    async def answer(call: ServerCall) -> Any:
+        return await methods.unary_unary(await call.receive(parse), call.grpc)
+
     if own.request_streaming:
-        method = _writing(behaviors.stream_stream, in_flight)
-        return handler(in_flight.guard_requests(name, method, parse, may_idle=False), is_streaming=True)
-    if own.response_streaming:
-        method = _writing(behaviors.unary_stream, in_flight)
-        return handler(in_flight.guard_open(name, method, parse), is_streaming=True)
-    return handler(in_flight.guard(name, behaviors.unary_unary, parse), is_streaming=False)
+        return Endpoint(answer_requests, is_open=True)
+    return Endpoint(stream, is_open=True) if own.response_streaming else Endpoint(answer)
 
 
-def _writing(behavior: Any, in_flight: InFlight) -> Method:
-    """Return a method that writes its messages. Wraps a method that yields them."""
-    if not inspect.isasyncgenfunction(behavior):
-        method: Method = behavior
-        return method
-
-    async def write(requests: Any, context: Context) -> None:
-        writer = in_flight.writer(context)
-        async for message in behavior(requests, context):
-            await writer.write(message.SerializeToString())
-
-    return write
+async def _write(messages: Any, call: ServerCall) -> None:
+    """Write the messages that a method yields, or wait for a method that writes them itself."""
+    if not inspect.isasyncgen(messages):
+        await messages
+        return
+    writer = call.context.writer()
+    async for message in messages:
+        await writer.write(message.SerializeToString())
 
 
 def _parser(deserializer: Callable[[bytes], Any]) -> Parser:

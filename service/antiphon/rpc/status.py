@@ -19,9 +19,8 @@ from antiphon.domain.cancellation import CancelCause
 from antiphon.domain.errors import AntiphonError, EngineFault, InvalidArgument, QueueFull, Unauthenticated
 from antiphon.observability.call import Call
 from antiphon.observability.logs.formats import where_of
-from antiphon.observability.telemetry import Context
+from antiphon.rpc.context import GrpcContext, Metadata, RequestContext
 from antiphon.rpc.grpc_fixes.core_cancel import cancel_call
-from antiphon.rpc.grpc_fixes.deadline import remaining_s
 
 DOMAIN = "antiphon"
 
@@ -31,8 +30,6 @@ _ROUNDED_FROM_MS = 1000
 # times: percent-encoded, which can triple it, and twice in the details, which are sent in base64.
 _MAX_MESSAGE_BYTES = 1024
 _MAX_FIELD_BYTES = 256
-
-Metadata = tuple[tuple[str, str | bytes], ...]
 
 
 def status_of(error: AntiphonError) -> tuple[grpc.StatusCode, str, Metadata]:
@@ -106,14 +103,17 @@ class ClientGone(Exception):
     """The client has ended the call, so no status can be sent."""
 
 
-def failure_of(call: Call, context: Context, error: BaseException) -> tuple[grpc.StatusCode, str, Metadata] | None:
+def failure_of(
+    context: RequestContext, grpc_context: GrpcContext, error: BaseException
+) -> tuple[grpc.StatusCode, str, Metadata] | None:
     """Record how a call failed. Return the status to send; None if the call has ended already."""
+    call = context.record
     if isinstance(error, (grpc.aio.AbortError, grpc.aio.UsageError)):
-        call.code = code_of(context)
+        call.code = code_of(grpc_context)
         return None
     if not isinstance(error, Exception):  # CancelledError: the client or the server has ended the call
-        sent = code_of(context)
-        call.code = sent if sent != "OK" else "DEADLINE_EXCEEDED" if _is_late(call, context) else "CANCELLED"
+        sent = code_of(grpc_context)
+        call.code = sent if sent != "OK" else "DEADLINE_EXCEEDED" if _is_late(context) else "CANCELLED"
         return None
     if not isinstance(error, AntiphonError):
         log.error("%s failed", call.method, extra={"fields": {"exception": where_of(error)}})
@@ -125,7 +125,7 @@ def failure_of(call: Call, context: Context, error: BaseException) -> tuple[grpc
     return code, message, metadata
 
 
-async def abort(call: Call, context: Context, code: grpc.StatusCode, message: str, metadata: Metadata) -> None:
+async def abort(call: Call, context: GrpcContext, code: grpc.StatusCode, message: str, metadata: Metadata) -> None:
     """End an RPC with a status. Drops a message that its client does not read, and sends the status alone.
 
     Raises AbortError once the status is sent, ClientGone if nothing can be sent any more.
@@ -144,7 +144,7 @@ async def abort(call: Call, context: Context, code: grpc.StatusCode, message: st
         raise ClientGone from None
 
 
-def code_of(context: Context) -> str:
+def code_of(context: GrpcContext) -> str:
     """Return the name of the status that a method has set, OK if it has set none."""
     code = cast("grpc.StatusCode | int | None", context.code())
     if not code:
@@ -161,10 +161,10 @@ def forget_frames(error: BaseException | None) -> None:
         error = error.__context__
 
 
-def _is_late(call: Call, context: Context) -> bool:
+def _is_late(context: RequestContext) -> bool:
     """Return whether a cancelled call had exceeded its deadline. The causes recorded for its requests come first."""
-    causes = [cause for admitted in call.requests if (cause := admitted.stream.cancel_cause) is not None]
+    causes = [cause for admitted in context.record.requests if (cause := admitted.stream.cancel_cause) is not None]
     if causes:
         return CancelCause.DEADLINE in causes
-    left_s = remaining_s(context)
+    left_s = context.remaining_s()
     return left_s is not None and left_s <= 0

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import TextIO
 
-from antiphon.observability.call import current_call
+from antiphon.observability.call import log_request_id
 from antiphon.observability.logs.log_handler import BackgroundHandler
 
 _PLAIN = re.compile(r"[!#-<>-~]+")  # visible ASCII but " and =
@@ -103,8 +103,8 @@ def _fields(record: logging.LogRecord) -> dict[str, object]:
     fields: dict[str, object] = record.__dict__.get("fields", {})
     if _OF_PROCESS:
         fields = fields | _OF_PROCESS
-    if "request_id" not in fields and (call := current_call()) is not None:
-        fields = fields | {"request_id": call.request_id}
+    if "request_id" not in fields and (request_id := log_request_id.get()):
+        fields = fields | {"request_id": request_id}
     if record.exc_info and record.exc_info[1] is not None:
         shown = "".join(traceback.format_exception(record.exc_info[1])).rstrip()
         fields = fields | {"exception": shown}

@@ -8,6 +8,11 @@ reference goes while another thread is about to create a handshaker from the old
 - `take` returns None, which changes nothing, except once for each renewal.
 - Before a renewal, the port's own process begins a handshake with the port and leaves it open: the guard. A handshaker
   holds a reference to its factory, so the old factory outlives the replacement by `_GUARD_S` - `_OFFER_S` at least.
+
+A port may be shared with other processes (SO_REUSEPORT): the kernel chooses which of them receives a connection.
+Upstream: grpc/grpc#36693. Cost: a thread a port, and three connections for each renewal.
+Remove the guard and the offer once core holds a reference to the factory while it creates a handshaker. Nothing shows
+that from outside: read `add_handshakers` of that file. tests/unit/security/test_port_certificates.py must still pass.
 """
 
 from __future__ import annotations
