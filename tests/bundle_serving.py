@@ -14,6 +14,7 @@ from antiphon.client import AsyncClient
 from antiphon.observability.metrics.metric_families import MetricFamilies
 from antiphon.observability.telemetry import Telemetry
 from antiphon.ops.cuda.driver import CudaDevice
+from antiphon.rpc.middleware import CallMiddleware
 from antiphon.rpc.standard_services import HealthServicer
 from antiphon.rpc.v1.answers.pacing import Pacing
 from antiphon.rpc.v1.handlers import Calls
@@ -47,14 +48,14 @@ async def serving_bundle(
     registry = CollectorRegistry()
     shared = Shared(
         families=MetricFamilies(registry),
-        pacing=Pacing(1e6, client_waits()),
+        pacing=Pacing(1e6),
         budget=MemoryBudget(None),
         device=device,
     )
     served = load(config.plans[0], shared)
     models = Models()
     models.add(served)
-    calls = Calls(models, Telemetry(shared.families), shared.pacing)
+    calls = Calls(models, CallMiddleware(Telemetry(shared.families), client_waits()), shared.pacing)
     server = build_server(config, calls, HealthServicer(), shared.pacing)
     target = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     served.engine.start()

@@ -28,6 +28,7 @@ from antiphon.observability.metrics.engine_metrics import Metrics
 from antiphon.observability.metrics.metric_families import MetricFamilies
 from antiphon.observability.telemetry import Telemetry
 from antiphon.rpc.grpc_fixes.resets import Resets
+from antiphon.rpc.middleware import CallMiddleware
 from antiphon.rpc.reloading import FileMetrics
 from antiphon.rpc.standard_services import HealthServicer, Probes
 from antiphon.rpc.v1.answers.attention_maps import AttentionExplainer
@@ -167,7 +168,7 @@ async def serving(
         generation=generation,
     )
     waits = build_waits(config, families)
-    pacing = Pacing(max_messages_per_s, waits)
+    pacing = Pacing(max_messages_per_s)
     servicer = InferenceServicer(model, engine, pacing, long_texts)
     models = Models()
     models.add(
@@ -183,7 +184,8 @@ async def serving(
     ended: list[Call] = []
     telemetry = Telemetry(families, ended.append)
     access = Access(config, FileMetrics(families))
-    calls = Calls(models, telemetry, pacing, call_limits(config), Resets(families.connections_closed.inc))
+    resets = Resets(families.connections_closed.inc)
+    calls = Calls(models, CallMiddleware(telemetry, waits, call_limits(config), resets), pacing)
     health_servicer = HealthServicer()
     probes = Probes(health_servicer, SERVICES)
     server = build_server(config, calls, health_servicer, pacing, access.interceptors(telemetry, waits))

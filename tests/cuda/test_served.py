@@ -20,7 +20,6 @@ from antiphon.server.settings import ServerConfig
 from antiphon.v1 import inference_pb2 as pb
 from tests.bundle_serving import serving_bundle
 from tests.cuda.conftest import export_small
-from tests.waits import client_waits
 
 SETTINGS: dict[str, Any] = dict(precision="float32", max_num_seqs=2)
 TEXTS = ("the small word", "number 7 is here")
@@ -77,7 +76,7 @@ def load_with(
     config = ServerConfig(bundle=bundle.path, threads=1, max_num_seqs=1, **settings)
     shared = Shared(
         families=MetricFamilies(registry or CollectorRegistry()),
-        pacing=Pacing(1e6, client_waits()),
+        pacing=Pacing(1e6),
         budget=MemoryBudget(None),
         device=device,
         needs_device=needs_device,

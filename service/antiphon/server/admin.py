@@ -7,10 +7,10 @@ It also serves channelz, which shows every connection of the process with the ad
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import grpc
 import grpc.aio
@@ -22,7 +22,8 @@ from antiphon.domain.errors import BadBundle, InvalidArgument
 from antiphon.observability.telemetry import Telemetry
 from antiphon.rpc.background import in_background
 from antiphon.rpc.client_waits import ClientWaits
-from antiphon.rpc.middleware import Context, InFlight, Method, handlers_of
+from antiphon.rpc.context import RequestContext
+from antiphon.rpc.middleware import CallMiddleware, Method, handlers_of
 from antiphon.rpc.v1.models import Served
 from antiphon.server.listener import CLIENT_PING_OPTIONS, HANDSHAKE_OPTION, OTHER_PORT_CONNECTIONS
 from antiphon.server.models.control import Control
@@ -41,19 +42,19 @@ _MAX_MESSAGE_BYTES = 65_536  # a name, a path and a few numbers
 class Admin(Protocol):
     """Methods of the service. They raise AntiphonError."""
 
-    async def load_model(self, message: pb.LoadModelRequest, context: Context) -> pb.LoadModelResponse:
+    async def load_model(self, message: pb.LoadModelRequest) -> pb.LoadModelResponse:
         """Load a bundle and serve it."""
         ...
 
-    async def unload_model(self, message: pb.UnloadModelRequest, context: Context) -> pb.UnloadModelResponse:
+    async def unload_model(self, message: pb.UnloadModelRequest) -> pb.UnloadModelResponse:
         """Stop serving a model and unload it."""
         ...
 
-    async def get_memory(self, message: pb.GetMemoryRequest, context: Context) -> pb.GetMemoryResponse:
+    async def get_memory(self, message: pb.GetMemoryRequest) -> pb.GetMemoryResponse:
         """Return the bytes of each model in the memory budget."""
         ...
 
-    async def get_cache(self, message: pb.GetCacheRequest, context: Context) -> pb.GetCacheResponse:
+    async def get_cache(self, message: pb.GetCacheRequest) -> pb.GetCacheResponse:
         """Return the cache blocks of each model, and the running requests that hold them."""
         ...
 
@@ -66,7 +67,7 @@ class AdminServicer:
         self._budget = budget
         self._config = config
 
-    async def load_model(self, message: pb.LoadModelRequest, context: Context) -> pb.LoadModelResponse:
+    async def load_model(self, message: pb.LoadModelRequest) -> pb.LoadModelResponse:
         """Load a bundle and serve it."""
         plan = self._config.plan(_checked_name(message.name), _settings(message))
         if not plan.path.is_dir():
@@ -74,7 +75,7 @@ class AdminServicer:
         served = await self._control.load(plan)
         return pb.LoadModelResponse(model=served.description)
 
-    async def unload_model(self, message: pb.UnloadModelRequest, context: Context) -> pb.UnloadModelResponse:
+    async def unload_model(self, message: pb.UnloadModelRequest) -> pb.UnloadModelResponse:
         """Stop serving a model and unload it."""
         grace_s = self._config.drain_grace_s
         if message.HasField("grace"):
@@ -83,7 +84,7 @@ class AdminServicer:
                 raise InvalidArgument("grace", f"{grace_s} s", f"0 to {MAX_GRACE_S} s")
         return pb.UnloadModelResponse(has_drained=await self._control.unload(message.name, grace_s))
 
-    async def get_memory(self, message: pb.GetMemoryRequest, context: Context) -> pb.GetMemoryResponse:
+    async def get_memory(self, message: pb.GetMemoryRequest) -> pb.GetMemoryResponse:
         """Return the bytes of each model in the memory budget."""
         models = [
             pb.ModelMemory(
@@ -96,7 +97,7 @@ class AdminServicer:
         ]
         return pb.GetMemoryResponse(budget_bytes=self._budget.limit_bytes, models=models)
 
-    async def get_cache(self, message: pb.GetCacheRequest, context: Context) -> pb.GetCacheResponse:
+    async def get_cache(self, message: pb.GetCacheRequest) -> pb.GetCacheResponse:
         """Return the cache blocks of each model, or of the named one, and the running requests that hold them."""
         models = self._control.models
         chosen = [models.find(message.model)] if message.model else sorted(models, key=lambda one: one.name)
@@ -120,16 +121,23 @@ def build_admin_server(
         *CLIENT_PING_OPTIONS,
     ]
     server = grpc.aio.server(options=options, interceptors=interceptors)
-    methods: dict[str, Method] = {
-        "LoadModel": servicer.load_model,
-        "UnloadModel": servicer.unload_model,
-        "GetMemory": servicer.get_memory,
-        "GetCache": servicer.get_cache,
+    methods = {
+        "LoadModel": _without_context(servicer.load_model),
+        "UnloadModel": _without_context(servicer.unload_model),
+        "GetMemory": _without_context(servicer.get_memory),
+        "GetCache": _without_context(servicer.get_cache),
     }
-    server.add_generic_rpc_handlers((handlers_of(SERVICE, methods, InFlight(telemetry, waits)),))
+    server.add_generic_rpc_handlers((handlers_of(SERVICE, methods, CallMiddleware(telemetry, waits)),))
     channelz.add_channelz_servicer(server)
     reflection.enable_server_reflection((SERVICE.full_name, CHANNELZ_NAME, reflection.SERVICE_NAME), server)
     return server
+
+
+def _without_context(method: Callable[[Any], Awaitable[Any]]) -> Method:
+    async def answer(message: Any, _: RequestContext) -> Any:
+        return await method(message)
+
+    return answer
 
 
 def _cache_use(served: Served) -> pb.CacheUse:

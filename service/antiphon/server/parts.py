@@ -25,10 +25,10 @@ from antiphon.rpc.background import in_background, running_in_background
 from antiphon.rpc.client_waits import ClientWaits, WaitLimits, WaitMetrics
 from antiphon.rpc.grpc_fixes.batches import free_failed_batches
 from antiphon.rpc.grpc_fixes.resets import Resets
-from antiphon.rpc.middleware import CallLimits
+from antiphon.rpc.middleware import CallLimits, CallMiddleware
 from antiphon.rpc.oip import servicer as oip
 from antiphon.rpc.oip.servicer import OpenInferenceServicer
-from antiphon.rpc.standard_services import Health, HealthServicer, Probes, UnknownMethods, standard_handlers
+from antiphon.rpc.standard_services import HealthServicer, Probes, UnknownMethods, standard_handlers
 from antiphon.rpc.v1.answers.pacing import Pacing
 from antiphon.rpc.v1.handlers import SERVICE_NAME, Calls
 from antiphon.rpc.v1.models import Models, Served
@@ -65,6 +65,7 @@ class Parts:
     probes: Probes
     control: Control
     calls: Calls
+    waits: ClientWaits
     server: grpc.aio.Server
 
     @classmethod
@@ -86,8 +87,10 @@ class Parts:
         await probes.start()
         control = Control(Models(), shared, probes.announce)
         resets = Resets(shared.families.connections_closed.inc)
-        calls = Calls(control.models, telemetry, shared.pacing, call_limits(config), resets, place)
-        interceptors = access.interceptors(telemetry, shared.pacing.waits)
+        waits = build_waits(config, shared.families)
+        middleware = CallMiddleware(telemetry, waits, call_limits(config), resets)
+        calls = Calls(control.models, middleware, shared.pacing, place)
+        interceptors = access.interceptors(telemetry, waits)
         server = build_server(config, calls, servicer, shared.pacing, interceptors, shares_port=place is not None)
         return cls(
             config=config,
@@ -96,6 +99,7 @@ class Parts:
             probes=probes,
             control=control,
             calls=calls,
+            waits=waits,
             server=server,
         )
 
@@ -154,10 +158,9 @@ def shared_parts(config: ServerConfig, registry: CollectorRegistry, *, num_worke
         families.set_budget(config.memory_limit_bytes)
     if (machine_bytes := memory_bytes()) is not None:
         families.set_machine(machine_bytes)
-    waits = build_waits(config, families)
     return Shared(
         families=families,
-        pacing=Pacing(config.max_stream_messages_per_s / num_workers, waits),
+        pacing=Pacing(config.max_stream_messages_per_s / num_workers),
         # One caller may have half of it, which is enough for all texts of one message.
         long_texts=LongTexts(2 * max(config.max_message_bytes, config.max_text_bytes)),
         budget=MemoryBudget(config.memory_limit_bytes),
@@ -212,21 +215,21 @@ def build_server(
         ("grpc.enable_channelz", int(config.admin_port is not None)),
     ]
     server = grpc.aio.server(options=options, interceptors=interceptors)
-    in_flight = calls.in_flight
-    open_inference = OpenInferenceServicer(calls.models, in_flight, Health(health_servicer), pacing)
+    middleware = calls.middleware
+    open_inference = OpenInferenceServicer(calls.models, middleware, health_servicer, pacing)
     server.add_generic_rpc_handlers((calls.generic_handler(), open_inference.generic_handler()))
     names = [*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME]
     if config.load_reports == "on":
         reports = LoadReports(calls.models)
-        in_flight.end_with(reports.trailer)
-        server.add_generic_rpc_handlers((LoadServicer(reports, config.load_report_interval_s).handler(in_flight),))
+        middleware.end_with(reports.trailer)
+        server.add_generic_rpc_handlers((LoadServicer(reports, config.load_report_interval_s).handler(middleware),))
         names.append(LOAD_SERVICE_NAME)
-    apart = in_flight.apart(is_logged=False)
+    apart = middleware.apart(is_logged=False)
     reflecting = reflection.aio.ReflectionServicer(names)
     for add in (
         partial(health_pb2_grpc.add_HealthServicer_to_server, health_servicer),
         partial(reflection_pb2_grpc.add_ServerReflectionServicer_to_server, reflecting),
     ):
         server.add_generic_rpc_handlers(standard_handlers(add, apart))
-    server.add_generic_rpc_handlers((UnknownMethods(in_flight.apart()),))
+    server.add_generic_rpc_handlers((UnknownMethods(middleware.apart()),))
     return server

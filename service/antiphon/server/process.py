@@ -96,7 +96,7 @@ async def _serve_calls(
             return 0, parts.server
         await parts.probes.ready()
         servicer = AdminServicer(parts.control, shared.budget, config)
-        async with admin_port(config, access, servicer, telemetry, shared.pacing.waits) as admin, parts.monitored():
+        async with admin_port(config, access, servicer, telemetry, parts.waits) as admin, parts.monitored():
             # The last step of a start: a client that reads this line finds all metrics at once.
             print(ready_line(config, served, Ports(port=port, metrics=metrics, admin=admin, probe=probe)), flush=True)
             return await parts.until_stopped(stop), parts.server

@@ -21,7 +21,6 @@ from antiphon.server.settings import ServerConfig
 from antiphon.v1 import admin_pb2 as pb
 from tests.fakes import FakeRunner
 from tests.serving import MODEL_NAME, SOURCE, Gate, Serving, asking_whole, serving, stub_of
-from tests.waits import client_waits
 
 CONTEXT: Any = cast("Any", None)  # which the method does not use
 
@@ -33,7 +32,7 @@ def admin_of(served: Serving) -> AdminServicer:
         raise AssertionError("no model changes")
 
     budget = MemoryBudget(None)
-    shared = Shared(families=MetricFamilies(CollectorRegistry()), pacing=Pacing(1e6, client_waits()), budget=budget)
+    shared = Shared(families=MetricFamilies(CollectorRegistry()), pacing=Pacing(1e6), budget=budget)
     return AdminServicer(Control(served.calls.models, shared, announce), budget, ServerConfig())
 
 

@@ -30,7 +30,6 @@ from antiphon.server.models.memory import MemoryBudget
 from antiphon.server.models.model_settings import ModelPlan, ModelSettings
 from antiphon.server.settings import SHIPPED_BUNDLE, ServerConfig
 from tests.fakes import request_of
-from tests.waits import client_waits
 
 NOT_SERVING = HealthCheckResponse.NOT_SERVING
 CONFIG = ServerConfig(threads=1, max_num_seqs=2)
@@ -62,9 +61,7 @@ class Host:
 @pytest.fixture
 async def host() -> AsyncIterator[Host]:
     registry, health, has_left = CollectorRegistry(), dict[str, int](), asyncio.Event()
-    shared = Shared(
-        families=MetricFamilies(registry), pacing=Pacing(1e6, client_waits()), budget=MemoryBudget(60 << 20)
-    )
+    shared = Shared(families=MetricFamilies(registry), pacing=Pacing(1e6), budget=MemoryBudget(60 << 20))
 
     async def announce(name: str, status: int) -> None:
         health[name] = status

@@ -36,7 +36,6 @@ from antiphon.server.settings import SHIPPED_BUNDLE, ServerConfig
 from tests.fakes import request_of
 from tests.unit.graphs.tiny_graphs import tiny_model
 from tests.unit.graphs.tiny_native import tiny_native_config, write_native_bundle
-from tests.waits import client_waits
 
 
 def limits(**changes: Any) -> EngineLimits:
@@ -104,17 +103,13 @@ def test_encode_budget_predicts_the_values_that_the_runner_reports(shipped: Bund
 
 
 def test_workspace_is_refused_at_start_when_it_is_too_small_for_any_source() -> None:
-    shared = Shared(
-        families=MetricFamilies(CollectorRegistry()), pacing=Pacing(1.0, client_waits()), budget=MemoryBudget(None)
-    )
+    shared = Shared(families=MetricFamilies(CollectorRegistry()), pacing=Pacing(1.0), budget=MemoryBudget(None))
     with pytest.raises(StartupError, match="workspace_limit_bytes is 1000; it must be at least"):
         load(shipped_plan(workspace_limit_bytes=1000), shared)
 
 
 def test_description_contains_the_longest_source_that_fits_the_workspace() -> None:
-    shared = Shared(
-        families=MetricFamilies(CollectorRegistry()), pacing=Pacing(1.0, client_waits()), budget=MemoryBudget(None)
-    )
+    shared = Shared(families=MetricFamilies(CollectorRegistry()), pacing=Pacing(1.0), budget=MemoryBudget(None))
     served = load(shipped_plan(workspace_limit_bytes=1_000_000), shared)
     longest = served.description.limits.max_source_len
     assert 1 < longest < load_bundle(SHIPPED_BUNDLE).manifest.model.max_source_len

@@ -7,7 +7,6 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 
 from antiphon.domain.errors import AntiphonError, Unavailable
-from antiphon.rpc.middleware import Context
 from antiphon.server.workers.link import LinkLost
 from antiphon.server.workers.worker_process import WorkerProcess
 from antiphon.v1 import admin_pb2 as pb
@@ -34,7 +33,7 @@ class WorkersAdmin:
         self.changing = asyncio.Lock()
         """Held during a change, and while a new worker catches up with the others."""
 
-    async def load_model(self, message: pb.LoadModelRequest, context: Context) -> pb.LoadModelResponse:
+    async def load_model(self, message: pb.LoadModelRequest) -> pb.LoadModelResponse:
         """Load a bundle in every worker. If one cannot, unload it from the others."""
         async with self.changing:
             request = message.SerializeToString()
@@ -51,7 +50,7 @@ class WorkersAdmin:
             await self._on_loaded(message.name)
             return pb.LoadModelResponse.FromString(answer)
 
-    async def unload_model(self, message: pb.UnloadModelRequest, context: Context) -> pb.UnloadModelResponse:
+    async def unload_model(self, message: pb.UnloadModelRequest) -> pb.UnloadModelResponse:
         """Unload a model from every worker."""
         async with self.changing:
             request = message.SerializeToString()
@@ -63,11 +62,11 @@ class WorkersAdmin:
             has_drained = all(pb.UnloadModelResponse.FromString(answer).has_drained for answer in answers)
             return pb.UnloadModelResponse(has_drained=has_drained)
 
-    async def get_memory(self, message: pb.GetMemoryRequest, context: Context) -> pb.GetMemoryResponse:
+    async def get_memory(self, message: pb.GetMemoryRequest) -> pb.GetMemoryResponse:
         """Return the bytes of each model in the memory budget, all workers together."""
         return pb.GetMemoryResponse.FromString(await _ask(self._workers()[0], "get_memory", b""))
 
-    async def get_cache(self, message: pb.GetCacheRequest, context: Context) -> pb.GetCacheResponse:
+    async def get_cache(self, message: pb.GetCacheRequest) -> pb.GetCacheResponse:
         """Return the cache blocks of each model in every worker."""
         request, workers = message.SerializeToString(), self._workers()
         answers = await asyncio.gather(*(_ask(worker, "get_cache", request) for worker in workers))

@@ -14,7 +14,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import grpc.aio
 import uvloop
@@ -24,7 +24,6 @@ from antiphon.domain.errors import OverBudget
 from antiphon.engine.interpreter import interpreter_for_steps
 from antiphon.observability.logs.formats import configure_logging
 from antiphon.observability.telemetry import Telemetry
-from antiphon.rpc.middleware import Context
 from antiphon.rpc.ports import PortError
 from antiphon.rpc.reloading import FileMetrics, FileProblem
 from antiphon.rpc.v1.models import Served
@@ -136,7 +135,6 @@ class _Desk:
 
     async def answer(self, question: str, value: Any) -> Any:
         """Answer a question of the supervisor."""
-        context = cast("Context", None)  # which these methods do not use
         match question:
             case "loaded":
                 return await self._loaded
@@ -150,16 +148,16 @@ class _Desk:
                 return await asyncio.to_thread(self._exposition)
             case "load_model":
                 load = admin_pb2.LoadModelRequest.FromString(base64.b64decode(value))
-                return _text((await self._admin.load_model(load, context)).SerializeToString())
+                return _text((await self._admin.load_model(load)).SerializeToString())
             case "unload_model":
                 unload = admin_pb2.UnloadModelRequest.FromString(base64.b64decode(value))
-                return _text((await self._admin.unload_model(unload, context)).SerializeToString())
+                return _text((await self._admin.unload_model(unload)).SerializeToString())
             case "get_memory":
-                memory = await self._admin.get_memory(admin_pb2.GetMemoryRequest(), context)
+                memory = await self._admin.get_memory(admin_pb2.GetMemoryRequest())
                 return _text(memory.SerializeToString())
             case "get_cache":
                 asked = admin_pb2.GetCacheRequest.FromString(base64.b64decode(value))
-                return _text((await self._admin.get_cache(asked, context)).SerializeToString())
+                return _text((await self._admin.get_cache(asked)).SerializeToString())
         raise ValueError(question)
 
 
