@@ -15,9 +15,9 @@ from antiphon.observability.metrics.metric_families import MetricFamilies
 from antiphon.observability.telemetry import Telemetry
 from antiphon.ops.cuda.driver import CudaDevice
 from antiphon.rpc.calls.probes import HealthServicer
-from antiphon.rpc.v1.answers.pacing import Pacing
 from antiphon.rpc.v1.handlers import Calls
-from antiphon.rpc.v1.models import Models, Served
+from antiphon.rpc.v1.models import LoadedModel, Models
+from antiphon.rpc.v1.streaming import Pacing
 from antiphon.server.models.loading import Shared, load
 from antiphon.server.models.memory import MemoryBudget
 from antiphon.server.parts import build_server
@@ -31,7 +31,7 @@ class ServedBundle:
 
     client: AsyncClient
     target: str
-    served: Served
+    served: LoadedModel
     registry: CollectorRegistry
 
 

@@ -24,7 +24,7 @@ from antiphon.rpc.calls.background import in_background
 from antiphon.rpc.calls.method_handlers import handlers_of
 from antiphon.rpc.calls.rpc import Context, InFlight, Method
 from antiphon.rpc.calls.waits.client_waits import ClientWaits
-from antiphon.rpc.v1.models import Served
+from antiphon.rpc.v1.models import LoadedModel
 from antiphon.server.listener import CLIENT_PING_OPTIONS, HANDSHAKE_OPTION, OTHER_PORT_CONNECTIONS
 from antiphon.server.models.control import Control
 from antiphon.server.models.memory import MemoryBudget
@@ -133,7 +133,7 @@ def build_admin_server(
     return server
 
 
-def _cache_use(served: Served) -> pb.CacheUse:
+def _cache_use(served: LoadedModel) -> pb.CacheUse:
     """Return the use of one model's cache. Blocks while its engine changes its state: not for an event loop."""
     engine = served.engine
     holders = [

@@ -31,10 +31,10 @@ from antiphon.rpc.calls.waits.client_wait_metrics import WaitMetrics
 from antiphon.rpc.calls.waits.client_waits import ClientWaits, WaitLimits
 from antiphon.rpc.oip import servicer as oip
 from antiphon.rpc.oip.servicer import OpenInferenceServicer
-from antiphon.rpc.v1.answers.pacing import Pacing
 from antiphon.rpc.v1.handlers import SERVICE_NAME, Calls
-from antiphon.rpc.v1.models import Models, Served
-from antiphon.rpc.v1.requests.long_texts import LongTexts
+from antiphon.rpc.v1.inputs import LongTexts
+from antiphon.rpc.v1.models import LoadedModel, Models
+from antiphon.rpc.v1.streaming import Pacing
 from antiphon.runtime.cuda.open_device import DeviceError, open_device
 from antiphon.server.access import Access
 from antiphon.server.connection_watch import ConnectionWatch, num_open_files
@@ -101,7 +101,7 @@ class Parts:
             server=server,
         )
 
-    async def load(self, stop: Stop) -> list[Served] | None:
+    async def load(self, stop: Stop) -> list[LoadedModel] | None:
         """Load and serve every configured model. Returns None as soon as the process is asked to stop.
 
         Raises StartupError or OverBudget.

@@ -10,9 +10,8 @@ from antiphon.architecture.config import preset
 from antiphon.domain.combinations import Controls
 from antiphon.domain.errors import InvalidArgument
 from antiphon.domain.request import SamplingParams
-from antiphon.rpc.v1.requests.inputs import Inputs
-from antiphon.rpc.v1.requests.languages import NO_LANGUAGES
-from antiphon.rpc.v1.requests.long_texts import LongTexts
+from antiphon.rpc.v1.inputs import Inputs, LongTexts
+from antiphon.rpc.v1.languages import NO_LANGUAGES
 from antiphon.text.format import TextFormat
 from antiphon.text.tokenizer import byte_bpe_format
 from antiphon.v1 import inference_pb2 as pb

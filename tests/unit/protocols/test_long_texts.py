@@ -12,7 +12,7 @@ import pytest
 
 from antiphon.domain.errors import InvalidArgument, TooManyTexts
 from antiphon.observability.call import Call, enter_call
-from antiphon.rpc.v1.requests.long_texts import LongTexts
+from antiphon.rpc.v1.inputs import LongTexts
 from antiphon.v1 import inference_pb2 as pb
 from tests.serving import details_of, refusal, serving, stub_of
 

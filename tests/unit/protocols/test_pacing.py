@@ -9,7 +9,7 @@ import grpc.aio
 import pytest
 
 from antiphon.domain.errors import SlowReader
-from antiphon.rpc.v1.answers.pacing import Pacing
+from antiphon.rpc.v1.streaming import Pacing
 from tests.waits import client_waits
 
 

@@ -12,7 +12,7 @@ from antiphon.architecture.heads import HeadConfig
 from antiphon.domain.errors import ModelNotFound
 from antiphon.observability.metrics.metric_families import MetricFamilies
 from antiphon.ops.cache_geometry import blocks_for
-from antiphon.rpc.v1.answers.pacing import Pacing
+from antiphon.rpc.v1.streaming import Pacing
 from antiphon.server.admin import AdminServicer
 from antiphon.server.models.control import Control
 from antiphon.server.models.loading import Shared

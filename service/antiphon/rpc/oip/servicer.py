@@ -14,11 +14,10 @@ from antiphon.rpc.calls.method_handlers import handlers_of
 from antiphon.rpc.calls.probes import Health
 from antiphon.rpc.calls.rpc import InFlight, Method
 from antiphon.rpc.oip.answering import Answering
-from antiphon.rpc.oip.inference import VERSION
+from antiphon.rpc.oip.inference import TEXT, VERSION, TensorSpec, is_encoder, tensors_of
 from antiphon.rpc.oip.stream import Conversation
-from antiphon.rpc.oip.tasks import TEXT, Described, is_encoder, tensors_of
-from antiphon.rpc.v1.answers.pacing import Pacing
 from antiphon.rpc.v1.models import Models
+from antiphon.rpc.v1.streaming import Pacing
 
 SERVICE = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"]
 SERVICE_NAME = SERVICE.full_name
@@ -143,7 +142,7 @@ class OpenInferenceServicer:
         return pb.RepositoryIndexResponse(models=models)
 
 
-def _metadata(tensors: Sequence[Described]) -> list[pb.ModelMetadataResponse.TensorMetadata]:
+def _metadata(tensors: Sequence[TensorSpec]) -> list[pb.ModelMetadataResponse.TensorMetadata]:
     kind = pb.ModelMetadataResponse.TensorMetadata
     return [kind(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape) for tensor in tensors]
 

@@ -16,9 +16,8 @@ from antiphon.observability.telemetry import Context
 from antiphon.oip import inference_pb2 as oip
 from antiphon.rpc.calls.rpc import InFlight
 from antiphon.rpc.oip.answering import Answering
-from antiphon.rpc.oip.inference import VERSION, Inference, RequestContext
-from antiphon.rpc.oip.tasks import STREAMED, delta, is_encoder
-from antiphon.rpc.v1.answers.pacing import Pacing
+from antiphon.rpc.oip.inference import STREAMED, VERSION, Inference, RequestContext, delta, is_encoder
+from antiphon.rpc.v1.streaming import Pacing
 from antiphon.v1 import inference_pb2 as pb
 
 # Maximum number of concurrent requests of one call. Further ones stay unread: flow control makes the client wait.

@@ -15,10 +15,10 @@ from antiphon.observability.telemetry import Telemetry
 from antiphon.rpc.calls.connections.resets import Resets
 from antiphon.rpc.calls.method_handlers import handlers_of
 from antiphon.rpc.calls.rpc import NO_LIMITS, CallLimits, Context, InFlight, Method
-from antiphon.rpc.v1.answers.pacing import Pacing
-from antiphon.rpc.v1.many.conversation import Conversation
+from antiphon.rpc.v1.generate_many import Conversation
 from antiphon.rpc.v1.models import Models
 from antiphon.rpc.v1.servicer import InferenceServicer
+from antiphon.rpc.v1.streaming import Pacing
 from antiphon.v1 import inference_pb2 as pb
 
 SERVICE = pb.DESCRIPTOR.services_by_name["InferenceService"]

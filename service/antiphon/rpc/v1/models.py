@@ -20,8 +20,8 @@ _SHOWN_NAMES = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Served:
-    """Served model: its RPC methods and its engine."""
+class LoadedModel:
+    """LoadedModel model: its RPC methods and its engine."""
 
     name: str
     precision: str
@@ -35,15 +35,15 @@ class Models:
     """The models served, in the order in which they were loaded. The first is the default."""
 
     def __init__(self) -> None:
-        self._served: dict[str, Served] = {}
+        self._served: dict[str, LoadedModel] = {}
 
-    def __iter__(self) -> Iterator[Served]:
+    def __iter__(self) -> Iterator[LoadedModel]:
         return iter(tuple(self._served.values()))
 
     def __len__(self) -> int:
         return len(self._served)
 
-    def find(self, name: str) -> Served:
+    def find(self, name: str) -> LoadedModel:
         """Return the model of a name; the default for the empty name.
 
         Raises ModelNotFound, which lists the served models, or Loading before the first model is served.
@@ -66,12 +66,12 @@ class Models:
         if name in self._served:
             raise ModelExists(f"a model {name!r} is served already; unload it first, or take another name")
 
-    def add(self, served: Served) -> None:
+    def add(self, served: LoadedModel) -> None:
         """Start to serve a model. Raises ModelExists."""
         self.check_free(served.name)
         self._served[served.name] = served
 
-    def remove(self, name: str) -> Served:
+    def remove(self, name: str) -> LoadedModel:
         """Stop serving a model; its running requests continue. Raises ModelNotFound, or LastModel for the only one."""
         self.find(name or " ")  # the empty name must not find the default model
         if len(self._served) == 1:

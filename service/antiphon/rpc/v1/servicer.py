@@ -9,19 +9,22 @@ from __future__ import annotations
 from antiphon.domain.request import Readout, Task, TokenEvent, head_of
 from antiphon.domain.tasks import Embed, ReadHead
 from antiphon.engine.engine import Engine
-from antiphon.rpc.v1.analysis_thread import AnalysisThread
-from antiphon.rpc.v1.answers.answers import Answer, last_of, logprobs, timing, usage
-from antiphon.rpc.v1.answers.encoder_answers import label_scores, masked_places, tagged_spans, tagged_tokens
-from antiphon.rpc.v1.answers.pacing import Pacing
-from antiphon.rpc.v1.explaining import Explanations
-from antiphon.rpc.v1.next_token import NextTokens
-from antiphon.rpc.v1.positions import Positions
-from antiphon.rpc.v1.requests.arrivals import Arrivals, Context, EngineMessage
-from antiphon.rpc.v1.requests.inputs import Inputs
-from antiphon.rpc.v1.requests.long_texts import LongTexts
-from antiphon.rpc.v1.requests.request_reader import RequestReader
-from antiphon.rpc.v1.served.served_model import ServedModel
-from antiphon.rpc.v1.submission import Submission, Submitted
+from antiphon.rpc.v1.analysis import AnalysisThread, Explanations, NextTokens, Positions
+from antiphon.rpc.v1.inputs import Inputs, LongTexts
+from antiphon.rpc.v1.model_info import ModelInfo
+from antiphon.rpc.v1.requests import Arrivals, Context, EngineMessage, RequestReader
+from antiphon.rpc.v1.responses import (
+    Answer,
+    label_scores,
+    last_of,
+    logprobs,
+    masked_places,
+    tagged_spans,
+    tagged_tokens,
+    timing,
+    usage,
+)
+from antiphon.rpc.v1.streaming import Pacing, Submission, Submitted
 from antiphon.v1 import inference_pb2 as pb
 
 
@@ -31,7 +34,7 @@ class InferenceServicer:
     Methods raise AntiphonError; `rpc.py` converts it to a status.
     """
 
-    def __init__(self, model: ServedModel, engine: Engine, pacing: Pacing, long_texts: LongTexts) -> None:
+    def __init__(self, model: ModelInfo, engine: Engine, pacing: Pacing, long_texts: LongTexts) -> None:
         self._model = model
         self._pacing = pacing
         self._inputs = Inputs(model.tokenizer, model.text, model.config, model.description.limits, long_texts)

@@ -28,7 +28,7 @@ from antiphon.rpc.calls.connections.ports import PortError
 from antiphon.rpc.calls.rpc import Context
 from antiphon.rpc.security.file_metrics import FileMetrics
 from antiphon.rpc.security.reload import FileProblem
-from antiphon.rpc.v1.models import Served
+from antiphon.rpc.v1.models import LoadedModel
 from antiphon.server.access import Access
 from antiphon.server.admin import AdminServicer
 from antiphon.server.lifecycle import EXIT_ENGINE_FAULT, EXIT_USER_ERROR, Stop, end_now
@@ -130,7 +130,7 @@ class _Desk:
         self._go = asyncio.Event()
         self.is_serving = asyncio.Event()
 
-    async def may_serve(self, served: list[Served], stop: Stop) -> bool:
+    async def may_serve(self, served: list[LoadedModel], stop: Stop) -> bool:
         """Report the loaded models. Return True when the supervisor lets them be served, False if it stops first."""
         self._loaded.set_result([_described(one) for one in served])
         return bool(await stop.unless_asked(self._go.wait()))
@@ -164,7 +164,7 @@ class _Desk:
         raise ValueError(question)
 
 
-def _described(served: Served) -> dict[str, str]:
+def _described(served: LoadedModel) -> dict[str, str]:
     description = _text(served.description.SerializeToString())
     return {"name": served.name, "precision": served.precision, "description": description}
 

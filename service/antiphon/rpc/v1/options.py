@@ -1,6 +1,9 @@
-"""Reads GenerateOptions of the contract into checked domain values, and writes them with a model's defaults.
+"""Reads GenerateOptions of the contract into checked domain values, and applies a model's defaults to absent options.
 
 The kind of a control's row in `antiphon.controls.table` determines the reading of its option.
+
+The defaults come from the generation settings of the model's checkpoint. A default that conflicts with an option of the
+request is ignored: a request with a temperature gets no beam search, even if the model's default is a beam search.
 """
 
 from __future__ import annotations
@@ -8,18 +11,19 @@ from __future__ import annotations
 import enum
 import secrets
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from types import MappingProxyType
 from typing import Any
 
 from antiphon.bundle.manifest import GenerationDefaults
 from antiphon.controls.control import Control, Kind
 from antiphon.controls.table import CONTROLS, SAMPLING_CONTROLS, TEXT_CONTROLS
-from antiphon.domain.combinations import Controls
+from antiphon.domain.combinations import Controls, check_combination
 from antiphon.domain.errors import InvalidArgument
 from antiphon.domain.ranges import check_token_ids
-from antiphon.domain.request import SamplingParams
+from antiphon.domain.request import EarlyStopping, SamplingParams
 from antiphon.engine.constraints.stop_strings import check_stop_strings
-from antiphon.rpc.v1.served.model_defaults import NO_DEFAULTS, own_defaults, with_defaults
 from antiphon.v1 import inference_pb2 as pb
 
 _SEEDS_AT_ONCE = 512
@@ -28,6 +32,7 @@ _MAX_KNOWN = 64
 _MAX_KNOWN_BYTES = 256
 
 _NAMES = {control.field: control.name for control in CONTROLS}
+NO_DEFAULTS = GenerationDefaults()
 
 
 def read_options(
@@ -172,3 +177,50 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     **{one.name: _READERS_OF_KINDS[one.kind] for one in CONTROLS if one.kind in _READERS_OF_KINDS},
     **{one.name: _choice_of(one) for one in CONTROLS if one.kind is Kind.CHOICE},
 }
+
+
+@cache
+def own_defaults(generation: GenerationDefaults) -> Mapping[str, Any]:
+    """Return the fields of SamplingParams that a model sets. Fields that others depend on come first."""
+    fields = {name: value for name, value in generation if value is not None and value != ()}
+    if "early_stopping" in fields:
+        fields["early_stopping"] = EarlyStopping[fields["early_stopping"].upper()]
+    return MappingProxyType(dict(sorted(fields.items(), key=lambda item: item[0] not in ("beam_width", "temperature"))))
+
+
+def with_defaults(sampling: Mapping[str, Any], others: Mapping[str, Any], generation: GenerationDefaults) -> Controls:
+    """Return the controls of a request, with the defaults that do not conflict with it.
+
+    sampling: fields of SamplingParams; others: the other fields of Controls.
+    Raises InvalidArgument if the request itself is invalid.
+    """
+    defaults = {name: value for name, value in own_defaults(generation).items() if name not in sampling}
+    if others.get("prefix_text") is not None or others.get("prefix_ids") is not None:
+        defaults.pop("forced_first_id", None)  # the prefix sets the target's first token
+    if defaults:
+        try:
+            return _controls({**defaults, **sampling}, others)
+        except InvalidArgument:
+            sampling = _with_compatible_defaults(sampling, others, defaults)
+    return _controls(sampling, others)
+
+
+def _with_compatible_defaults(
+    sampling: Mapping[str, Any], others: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the requested fields, and each default that does not conflict with those before it."""
+    kept = dict(sampling)
+    for name, value in defaults.items():
+        try:
+            _controls({**kept, name: value}, others)
+        except InvalidArgument:
+            continue
+        kept[name] = value
+    return kept
+
+
+def _controls(fields: Mapping[str, Any], others: Mapping[str, Any]) -> Controls:
+    controls = Controls(params=SamplingParams(**fields), **others)
+    if others.get("stop_strings") or others.get("prefix_ids") is not None:
+        check_combination(controls)  # SamplingParams has checked the parameters already
+    return controls
