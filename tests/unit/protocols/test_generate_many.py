@@ -16,7 +16,6 @@ import pytest
 from antiphon.domain.limits import EngineLimits
 from antiphon.engine.sequences.sequence import SequenceGroup
 from antiphon.rpc.v1 import generate_many
-
 from antiphon.rpc.v1.generate_many import OpenRequest
 from antiphon.v1 import inference_pb2 as pb
 from antiphon.v1.inference_pb2_grpc import InferenceServiceStub

@@ -30,21 +30,21 @@ class Answering:
 
     def find(self, name: str, version: str) -> LoadedModel:
         """Return the model of a name and version. Raises ModelNotFound."""
-        served = self.models.find(name)
+        model = self.models.find(name)
         if version not in ("", VERSION):
-            raise ModelNotFound(f"model {served.name!r} has no version {version[:80]!r}; its only one is {VERSION!r}")
-        return served
+            raise ModelNotFound(f"model {model.name!r} has no version {version[:80]!r}; its only one is {VERSION!r}")
+        return model
 
     def read(self, message: oip.ModelInferRequest, *, is_streamed: bool = False) -> Inference:
         """Read a request for the model it names. Raises AntiphonError.
 
         is_streamed: stream a generated answer; the request must then have exactly one text.
         """
-        served = self.find(message.model_name, message.model_version)
+        model = self.find(message.model_name, message.model_version)
         if (call := current_call()) is not None:
-            call.routed(served.name, served.metrics)
-        with self._counting_failures(served):
-            inference = read_inference(message, served, is_streamed=is_streamed)
+            call.routed(model.name, model.metrics)
+        with self._counting_failures(model):
+            inference = read_inference(message, model, is_streamed=is_streamed)
             if inference.task is STREAMED and len(inference.messages) > 1:
                 texts = f"{len(inference.messages)} texts"
                 raise InvalidArgument("text_input", texts, "one text in a stream; send a request for each")
@@ -52,32 +52,32 @@ class Answering:
 
     async def infer(self, inference: Inference, context: Context) -> oip.ModelInferResponse:
         """Return the complete answer to a request. Raises AntiphonError."""
-        with self.counting(inference.served) as timings:
+        with self.counting(inference.model) as timings:
             answers = await inference.answers(context)
             timings += [answer.timing for answer in answers]
             tensors = inference.task.answer(answers, inference.shape)
             return inference.response(tensors, [answer.usage for answer in answers])
 
     @contextlib.contextmanager
-    def counting(self, served: LoadedModel) -> Iterator[list[pb.Timing]]:
+    def counting(self, model: LoadedModel) -> Iterator[list[pb.Timing]]:
         """Count a request. The caller appends the timings of its texts to the list."""
         start_ns = self._clock_ns()
         timings: list[pb.Timing] = []
-        with self._counting_failures(served, start_ns):
+        with self._counting_failures(model, start_ns):
             yield timings
-        self.counts_of(served).succeeded(self._clock_ns() - start_ns, timings)
+        self.counts_of(model).succeeded(self._clock_ns() - start_ns, timings)
 
-    def counts_of(self, served: LoadedModel) -> ModelCounts:
+    def counts_of(self, model: LoadedModel) -> ModelCounts:
         """Return the counts of a model so far."""
-        return self._counts.setdefault(served.name, ModelCounts())
+        return self._counts.setdefault(model.name, ModelCounts())
 
     @contextlib.contextmanager
-    def _counting_failures(self, served: LoadedModel, start_ns: int | None = None) -> Iterator[None]:
+    def _counting_failures(self, model: LoadedModel, start_ns: int | None = None) -> Iterator[None]:
         start_ns = self._clock_ns() if start_ns is None else start_ns
         try:
             yield
         except BaseException:
-            self.counts_of(served).failed(self._clock_ns() - start_ns)
+            self.counts_of(model).failed(self._clock_ns() - start_ns)
             raise
 
 

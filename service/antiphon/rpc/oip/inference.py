@@ -51,17 +51,16 @@ PAIR = TensorSpec("text_pair", "BYTES", (-1,))
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
-    """Task of a model.
-
-    kind: request message of antiphon.v1. method: method that answers it.
-    answer: converts the answers to a batch, given its shape, to the tensors of all `outputs` in order.
-    """
+    """Task of a model."""
 
     kind: type[Message]
+    """Request message of antiphon.v1."""
     method: Method
+    """Method that answers it."""
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     answer: Callable[[Sequence[Any], Shape], list[Tensor]]
+    """Converts the answers to a batch, given its shape, to the tensors of all `outputs` in order."""
 
 
 def generated(answers: Sequence[pb.GenerateUnaryResponse], shape: Shape) -> list[Tensor]:
@@ -174,40 +173,40 @@ _OF_ENCODERS: Mapping[pb.Task.ValueType, Task] = {
 }
 
 
-def is_encoder(served: LoadedModel) -> bool:
+def is_encoder(model: LoadedModel) -> bool:
     """Return whether a model is encoder-only."""
-    return served.description.architecture == pb.ARCHITECTURE_ENCODER
+    return model.description.architecture == pb.ARCHITECTURE_ENCODER
 
 
-def tasks_of(served: LoadedModel) -> list[Task]:
+def tasks_of(model: LoadedModel) -> list[Task]:
     """Return the tasks of a model, its default task first."""
-    tasks = [] if is_encoder(served) else [GENERATE]
-    described = {entry.task for entry in served.description.tasks}
-    for known, task in _OF_ENCODERS.items():
-        if known in described and task not in tasks:
+    tasks = [] if is_encoder(model) else [GENERATE]
+    described = {entry.task for entry in model.description.tasks}
+    for kind, task in _OF_ENCODERS.items():
+        if kind in described and task not in tasks:
             tasks.append(task)
     try:
-        served.engine.check_ability(EngineTask.EMBED)
+        model.engine.check_ability(EngineTask.EMBED)
     except Unsupported:
         return tasks
     return [*tasks, EMBED]
 
 
-def find_task(served: LoadedModel, wanted: Sequence[str]) -> Task:
-    """Return the task with the wanted outputs; the model's default task if none are named. Raises InvalidArgument."""
-    tasks = tasks_of(served)
-    if not wanted:
+def find_task(model: LoadedModel, output_names: Sequence[str]) -> Task:
+    """Return the task with the named outputs; the model's default task if none are named. Raises InvalidArgument."""
+    tasks = tasks_of(model)
+    if not output_names:
         return tasks[0]
     for task in tasks:
-        if {output.name for output in task.outputs}.issuperset(wanted):
+        if {output.name for output in task.outputs}.issuperset(output_names):
             return task
     sets = " or of ".join(", ".join(output.name for output in task.outputs) for task in tasks)
-    raise InvalidArgument("outputs", list(wanted)[:8], f"of {sets}")
+    raise InvalidArgument("outputs", list(output_names)[:8], f"of {sets}")
 
 
-def tensors_of(served: LoadedModel) -> tuple[list[TensorSpec], list[TensorSpec]]:
+def tensors_of(model: LoadedModel) -> tuple[list[TensorSpec], list[TensorSpec]]:
     """Return all input tensors and all output tensors of a model."""
-    tasks = tasks_of(served)
+    tasks = tasks_of(model)
     inputs = {tensor.name: tensor for task in tasks for tensor in task.inputs}
     outputs = {tensor.name: tensor for task in tasks for tensor in task.outputs}
     return list(inputs.values()), list(outputs.values())
@@ -220,19 +219,19 @@ _TENSORS = {"text": TEXT.name, "token_ids": IDS.name, "text_pair": PAIR.name}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Inference:
-    """Request that was read.
+    """Request that was read."""
 
-    messages: requests of antiphon.v1, one per text. shape: shape of the tensor with the texts.
-    wanted: names of the outputs to return, in order. timeout_s: time limit of the request; None is the call's only.
-    """
-
-    served: LoadedModel
+    model: LoadedModel
     task: Task
     messages: tuple[Any, ...]
+    """Requests of antiphon.v1, one per text."""
     shape: Shape
-    wanted: tuple[str, ...]
+    """Shape of the tensor with the texts."""
+    output_names: tuple[str, ...]
+    """Names of the outputs to return, in order."""
     request_id: str
     timeout_s: float | None
+    """Time limit of the request; None is the call's only."""
 
     async def answers(self, context: Context) -> list[Any]:
         """Return the answers of antiphon.v1 in the order of the texts. The first error cancels the others."""
@@ -240,10 +239,10 @@ class Inference:
         return await together([self._answer(index, request_context) for index in range(len(self.messages))])
 
     def response(self, tensors: Sequence[Tensor], usages: Sequence[pb.Usage]) -> oip.ModelInferResponse:
-        """Return a response with the wanted tensors of the task, and with token counts if there are any usages."""
-        response = oip.ModelInferResponse(model_name=self.served.name, model_version=VERSION, id=self.request_id)
-        found = {tensor.name: tensor for tensor in tensors}
-        write_outputs(response, [found[name] for name in self.wanted])
+        """Return a response with the requested tensors of the task, and with token counts if there are any usages."""
+        response = oip.ModelInferResponse(model_name=self.model.name, model_version=VERSION, id=self.request_id)
+        by_name = {tensor.name: tensor for tensor in tensors}
+        write_outputs(response, [by_name[name] for name in self.output_names])
         if usages:
             response.parameters["source_tokens"].int64_param = sum(usage.source_tokens for usage in usages)
             response.parameters["generated_tokens"].int64_param = sum(usage.generated_tokens for usage in usages)
@@ -251,7 +250,7 @@ class Inference:
 
     async def _answer(self, index: int, context: RequestContext) -> Any:
         try:
-            return await self.task.method(self.served.servicer, self.messages[index], cast("Context", context))
+            return await self.task.method(self.model.servicer, self.messages[index], cast("Context", context))
         except InvalidArgument as error:
             raise self.with_client_field(error, index) from None
 
@@ -289,30 +288,30 @@ class RequestContext(TimeLimited):
         return getattr(self._context, name)
 
 
-def read_inference(message: oip.ModelInferRequest, served: LoadedModel, *, is_streamed: bool) -> Inference:
+def read_inference(message: oip.ModelInferRequest, model: LoadedModel, *, is_streamed: bool) -> Inference:
     """Read a request to a model. Raises InvalidArgument naming the tensor or parameter, or Unsupported.
 
     is_streamed: stream a generated answer.
     """
     for output in message.outputs:
         check_parameters(output)
-    wanted = tuple(output.name for output in message.outputs)
-    task = find_task(served, wanted)
+    output_names = tuple(output.name for output in message.outputs)
+    task = find_task(model, output_names)
     if is_streamed and task is GENERATE:
         task = STREAMED
     parameters = read_parameters(task.kind, message.parameters)
     sources, shape = _sources(task, read_inputs(message))
     messages = []
     for source in sources:
-        request = type(parameters.message)(model=served.name, **source)
+        request = type(parameters.message)(model=model.name, **source)
         request.MergeFrom(parameters.message)
         messages.append(request)
     return Inference(
-        served=served,
+        model=model,
         task=task,
         messages=tuple(messages),
         shape=shape,
-        wanted=wanted or tuple(output.name for output in task.outputs),
+        output_names=output_names or tuple(output.name for output in task.outputs),
         request_id=message.id,
         timeout_s=parameters.timeout_s,
     )
@@ -332,12 +331,12 @@ async def together(calls: Sequence[Coroutine[Any, Any, _A]]) -> list[_A]:
 
 def _sources(task: Task, tensors: dict[str, Tensor]) -> tuple[list[dict[str, Any]], Shape]:
     """Return the source fields of each request of a batch, and the shape of the batch."""
-    known = [tensor.name for tensor in task.inputs]
+    input_names = [tensor.name for tensor in task.inputs]
     for name in tensors:
-        if name not in known:
-            raise InvalidArgument("inputs", [name[:64]], f"of {', '.join(known)}")
+        if name not in input_names:
+            raise InvalidArgument("inputs", [name[:64]], f"of {', '.join(input_names)}")
     if (TEXT.name in tensors) == (IDS.name in tensors):
-        either = TEXT.name if IDS.name not in known else f"either {TEXT.name} or {IDS.name}"
+        either = TEXT.name if IDS.name not in input_names else f"either {TEXT.name} or {IDS.name}"
         raise InvalidArgument("inputs", list(tensors), either)
     if IDS.name in tensors:
         if PAIR.name in tensors:

@@ -81,10 +81,10 @@ class OpenInferenceServicer:
 
     async def model_metadata(self, message: pb.ModelMetadataRequest, context: Context) -> pb.ModelMetadataResponse:
         """Describe a model's tensors."""
-        served = self._answering.find(message.name, message.version)
-        inputs, outputs = tensors_of(served)
+        model = self._answering.find(message.name, message.version)
+        inputs, outputs = tensors_of(model)
         return pb.ModelMetadataResponse(
-            name=served.name,
+            name=model.name,
             versions=[VERSION],
             platform=_PLATFORM,
             inputs=_metadata(inputs),
@@ -101,10 +101,10 @@ class OpenInferenceServicer:
 
     async def model_config(self, message: pb.ModelConfigRequest, context: Context) -> pb.ModelConfigResponse:
         """Describe a model in the form of Triton's configurations."""
-        served = self._answering.find(message.name, message.version)
-        inputs, outputs = tensors_of(served)
+        model = self._answering.find(message.name, message.version)
+        inputs, outputs = tensors_of(model)
         config = pb.ModelConfig(
-            name=served.name,
+            name=model.name,
             backend=_PLATFORM,
             input=[
                 pb.ModelInput(
@@ -119,7 +119,7 @@ class OpenInferenceServicer:
                 pb.ModelOutput(name=tensor.name, data_type=_CONFIG_TYPES[tensor.datatype], dims=tensor.shape)
                 for tensor in outputs
             ],
-            model_transaction_policy=pb.ModelTransactionPolicy(decoupled=not is_encoder(served)),
+            model_transaction_policy=pb.ModelTransactionPolicy(decoupled=not is_encoder(model)),
         )
         return pb.ModelConfigResponse(config=config)
 
@@ -128,9 +128,9 @@ class OpenInferenceServicer:
     ) -> pb.ModelStatisticsResponse:
         """Return the statistics of this service's requests, for one model or for all."""
         answering = self._answering
-        wanted = [answering.find(message.name, message.version)] if message.name else list(answering.models)
+        models = [answering.find(message.name, message.version)] if message.name else list(answering.models)
         return pb.ModelStatisticsResponse(
-            model_stats=[answering.counts_of(served).message(served.name) for served in wanted]
+            model_stats=[answering.counts_of(model).message(model.name) for model in models]
         )
 
     async def repository_index(
@@ -138,7 +138,7 @@ class OpenInferenceServicer:
     ) -> pb.RepositoryIndexResponse:
         """List the models."""
         kind = pb.RepositoryIndexResponse.ModelIndex
-        models = [kind(name=served.name, version=VERSION, state="READY") for served in self._answering.models]
+        models = [kind(name=model.name, version=VERSION, state="READY") for model in self._answering.models]
         return pb.RepositoryIndexResponse(models=models)
 
 

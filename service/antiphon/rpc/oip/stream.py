@@ -87,7 +87,7 @@ class Conversation:
         await self._write(data)
 
     async def _generate(self, inference: Inference) -> None:
-        with self._answering.counting(inference.served) as timings:
+        with self._answering.counting(inference.model) as timings:
 
             async def write(data: bytes) -> None:
                 message = pb.GenerateResponse.FromString(data)
@@ -102,7 +102,7 @@ class Conversation:
 
             context = cast("Context", RequestContext(self._context, inference.timeout_s, write))
             try:
-                await inference.task.method(inference.served.servicer, inference.messages[0], context)
+                await inference.task.method(inference.model.servicer, inference.messages[0], context)
             except InvalidArgument as error:
                 raise inference.with_client_field(error) from None
 

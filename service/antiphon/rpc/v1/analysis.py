@@ -54,14 +54,15 @@ class AnalysisThread:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Asked:
-    """Request as read. given_ids: all tokens that the decoder reads before the target; none if there is no decoder."""
+class _ExplainInputs:
+    """Request as read."""
 
     message: pb.ExplainRequest
     arrival: Arrival
     languages: RequestLanguages
     source: Source
-    given_ids: tuple[int, ...]
+    decoder_prefix_ids: tuple[int, ...]
+    """All tokens that the decoder reads before the target; none if there is no decoder."""
 
 
 class Explanations:
@@ -80,10 +81,12 @@ class Explanations:
         """Return the attention maps of a source and a target, by default the greedy answer. Raises AntiphonError."""
         explainer = self._explainer()
         self._check_fields(message)
-        asked = await self._read(message, context)
-        target_ids = await self._target_ids(asked, explainer)
-        self._check_tokens(asked, target_ids)
-        return await self._thread.run(partial(self._response, explainer, asked.source, (*asked.given_ids, *target_ids)))
+        inputs = await self._read(message, context)
+        target_ids = await self._target_ids(inputs, explainer)
+        self._check_tokens(inputs, target_ids)
+        return await self._thread.run(
+            partial(self._response, explainer, inputs.source, (*inputs.decoder_prefix_ids, *target_ids))
+        )
 
     def _explainer(self) -> AttentionExplainer:
         if self._model.config.module_heads is not None:
@@ -104,65 +107,65 @@ class Explanations:
     def _check_fields(self, message: pb.ExplainRequest) -> None:
         """Raise InvalidArgument for a field that this kind of model has no use for."""
         if (target := message.WhichOneof("target")) is not None and not self._has_decoder:
-            found = message.target_text if target == "target_text" else list(message.target_token_ids.ids)
-            raise InvalidArgument(target, found, "absent: an encoder-only model has no target")
+            target_value = message.target_text if target == "target_text" else list(message.target_token_ids.ids)
+            raise InvalidArgument(target, target_value, "absent: an encoder-only model has no target")
         if message.HasField("text_pair") and self._has_decoder:
             raise InvalidArgument("text_pair", message.text_pair, "absent: only encoder-only models read pairs")
 
-    async def _read(self, message: pb.ExplainRequest, context: Context) -> _Asked:
+    async def _read(self, message: pb.ExplainRequest, context: Context) -> _ExplainInputs:
         arrival = self._arrivals.next(message, context)
         languages = languages_of(self._model.text, message)
         source = await self._inputs.source(message, languages)
-        return _Asked(
+        return _ExplainInputs(
             message=message,
             arrival=arrival,
             languages=languages,
             source=source,
-            given_ids=self._given_ids(source, languages.begin_id),
+            decoder_prefix_ids=self._decoder_prefix_ids(source, languages.begin_id),
         )
 
-    def _given_ids(self, source: Source, begin_id: int | None) -> tuple[int, ...]:
+    def _decoder_prefix_ids(self, source: Source, begin_id: int | None) -> tuple[int, ...]:
         if not self._has_decoder:
             return ()
         if self._model.is_decoder_only:
             return source.ids
         return (self._model.config.bos_id if begin_id is None else begin_id,)
 
-    async def _target_ids(self, asked: _Asked, explainer: AttentionExplainer) -> tuple[int, ...]:
+    async def _target_ids(self, inputs: _ExplainInputs, explainer: AttentionExplainer) -> tuple[int, ...]:
         """Return the given target, else the model's greedy answer; empty for an encoder-only model."""
         if not self._has_decoder:
             return ()
-        given = await self._inputs.target_ids(asked.message, asked.languages)
-        return await self._greedy_answer(asked, explainer) if given is None else given
+        target_ids = await self._inputs.target_ids(inputs.message, inputs.languages)
+        return await self._greedy_answer(inputs, explainer) if target_ids is None else target_ids
 
-    async def _greedy_answer(self, asked: _Asked, explainer: AttentionExplainer) -> tuple[int, ...]:
+    async def _greedy_answer(self, inputs: _ExplainInputs, explainer: AttentionExplainer) -> tuple[int, ...]:
         """Return the model's answer, which ends where the maps would become too many."""
-        start = start_of(self._model, asked.source.ids, (), asked.languages.begin_id)
-        num_explained = explainer.longest_target(len(start.source_ids)) - len(asked.given_ids)
-        params = SamplingParams(max_new_tokens=max(1, min(num_explained, self._longest_target(asked))))
+        start = start_of(self._model, inputs.source.ids, (), inputs.languages.begin_id)
+        num_explained = explainer.longest_target(len(start.source_ids)) - len(inputs.decoder_prefix_ids)
+        params = SamplingParams(max_new_tokens=max(1, min(num_explained, self._longest_target(inputs))))
         request = Generate(
-            arrival=asked.arrival,
+            arrival=inputs.arrival,
             source_ids=start.source_ids,
             begin_id=start.begin_id,
             prefix_ids=start.prefix_ids,
             num_prompt_ids=start.num_prompt_ids,
-            params=asked.languages.params(params, ()),
+            params=inputs.languages.params(params, ()),
             is_streamed=False,
         )
-        return last_of(await self._submission.collect(asked.message, request)).token_ids
+        return last_of(await self._submission.collect(inputs.message, request)).token_ids
 
-    def _longest_target(self, asked: _Asked) -> int:
+    def _longest_target(self, inputs: _ExplainInputs) -> int:
         """Return the largest number of target tokens; those that the decoder reads before them count too."""
-        return self._model.description.limits.max_target_len - len(asked.given_ids)
+        return self._model.description.limits.max_target_len - len(inputs.decoder_prefix_ids)
 
-    def _check_tokens(self, asked: _Asked, target_ids: tuple[int, ...]) -> None:
+    def _check_tokens(self, inputs: _ExplainInputs, target_ids: tuple[int, ...]) -> None:
         """Raise InvalidArgument for a source or target that the model cannot read."""
-        message, config = asked.message, self._model.config
+        message, config = inputs.message, self._model.config
         limits, field = self._model.description.limits, message.WhichOneof("source") or "source"
-        check_tokens(field, asked.source.ids, 1, limits.max_source_len, config.resolved_source_vocab_size)
+        check_tokens(field, inputs.source.ids, 1, limits.max_source_len, config.resolved_source_vocab_size)
         if self._has_decoder:
             check_tokens(
-                message.WhichOneof("target") or "target", target_ids, 0, self._longest_target(asked), config.vocab_size
+                message.WhichOneof("target") or "target", target_ids, 0, self._longest_target(inputs), config.vocab_size
             )
 
     def _response(
@@ -184,7 +187,7 @@ def explain_response(
     return pb.ExplainResponse(
         source_tokens=source_tokens,
         target_tokens=target_tokens,
-        **{name: _maps(each) for name, each in weights.items()},
+        **{name: _maps(maps) for name, maps in weights.items()},
     )
 
 
@@ -220,7 +223,11 @@ _STAGES = {stage: pb.SamplingStage.Value(f"SAMPLING_STAGE_{stage.name}") for sta
 
 
 class NextTokens:
-    """Answers the next-token requests to one model. For the event loop."""
+    """Answers the next-token requests to one model. For the event loop.
+
+    A request is read by the code that reads requests to generate, so texts, options and languages have the same
+    meaning.
+    """
 
     def __init__(self, model: ModelInfo, engine: Engine, requests: RequestReader, thread: AnalysisThread) -> None:
         self._model = model
@@ -258,17 +265,17 @@ class NextTokens:
         """Return source and prefix as the client gave them; a prompt is the source of a decoder-only model."""
         if not request.num_prompt_ids:
             return request.source_ids, request.prefix_ids
-        given_ids = request.decoder_input_ids(self._model.config.bos_id)
-        return given_ids[: request.num_prompt_ids], given_ids[request.num_prompt_ids :]
+        decoder_ids = request.decoder_input_ids(self._model.config.bos_id)
+        return decoder_ids[: request.num_prompt_ids], decoder_ids[request.num_prompt_ids :]
 
     def _response(
         self, scorer: NextTokenScorer, request: Generate, generated_ids: tuple[int, ...], num_tokens: int
     ) -> pb.NextTokenResponse:
-        given_ids = request.decoder_input_ids(self._model.config.bos_id)
-        edits = _edits(request.params, given_ids, generated_ids, self._model.config.eos_id)
-        found = scorer.score(request.source_ids, (*given_ids, *generated_ids), edits)
+        decoder_ids = request.decoder_input_ids(self._model.config.bos_id)
+        edits = _edits(request.params, decoder_ids, generated_ids, self._model.config.eos_id)
+        score = scorer.score(request.source_ids, (*decoder_ids, *generated_ids), edits)
         forced_id = None if generated_ids else request.params.forced_first_id
-        stages = sampling_stages(found.logprobs, found.scores, _warp(request.params), forced_id=forced_id)
+        stages = sampling_stages(score.logprobs, score.scores, _warp(request.params), forced_id=forced_id)
         token_ids = _reported_ids(stages, num_tokens)
         return pb.NextTokenResponse(
             token_ids=token_ids,
@@ -277,9 +284,9 @@ class NextTokens:
         )
 
 
-def _edits(params: SamplingParams, given_ids: Sequence[int], generated_ids: Sequence[int], eos_id: int) -> Edits:
+def _edits(params: SamplingParams, decoder_ids: Sequence[int], generated_ids: Sequence[int], eos_id: int) -> Edits:
     """Return the edits of the next token's logits, as a row of the engine has them after the same tokens."""
-    processors = LogitsProcessors.of(params, given_ids, eos_id)
+    processors = LogitsProcessors.of(params, decoder_ids, eos_id)
     if processors is None:
         return Edits()
     for token_id in generated_ids:

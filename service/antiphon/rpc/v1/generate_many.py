@@ -52,7 +52,7 @@ class Conversation:
         self._call: Call = call
         self._open: set[OpenRequest] = set()
         self._by_id: dict[int, OpenRequest] = {}  # those whose last answer is not on its way
-        self._reading: dict[int, asyncio.Task[None]] = {}  # long texts, read in a thread
+        self._reads: dict[int, asyncio.Task[None]] = {}  # long texts, read in a thread
         writer = pacing.writer(context, self._backlog_bytes)
         self._outbox = Outbox(writer, lambda: pacing.window_s, self._answering, self._answered)
         self._has_room = asyncio.Event()
@@ -72,10 +72,10 @@ class Conversation:
                     group.create_task(self._outbox.run())
                     async for message in messages:
                         self._cancel(message.cancelled_ids)
-                        for given in message.requests:
+                        for request in message.requests:
                             await self._has_room.wait()
                             await self._in_flight.turn(self._call)
-                            self._begin(given, group)
+                            self._begin(request, group)
                     await self._is_idle.wait()
                     self._outbox.close()
         except ExceptionGroup as errors:
@@ -87,78 +87,78 @@ class Conversation:
         finally:
             self._leave(cause)
 
-    def _begin(self, given: pb.ManyRequest, group: asyncio.TaskGroup) -> None:
+    def _begin(self, message: pb.ManyRequest, group: asyncio.TaskGroup) -> None:
         """Start one request: a short text is read at once, a long one in a task of its own."""
-        if given.id in self._by_id:
-            raise InvalidArgument("requests.id", given.id, "different from those of the call's unanswered requests")
-        call = self._in_flight.begin_request(self._call, self._name, f"{self._call.request_id}/{given.id}")
-        one = self._by_id[given.id] = OpenRequest(given.id, given.is_whole, call)
-        self._open.add(one)
+        if message.id in self._by_id:
+            raise InvalidArgument("requests.id", message.id, "different from those of the call's unanswered requests")
+        call = self._in_flight.begin_request(self._call, self._name, f"{self._call.request_id}/{message.id}")
+        request = self._by_id[message.id] = OpenRequest(message.id, message.is_whole, call)
+        self._open.add(request)
         self._is_idle.clear()
         if len(self._open) >= MAX_OPEN_REQUESTS:
             self._has_room.clear()
-        if is_short(given.request):
-            _finished(self._ask(one, given))
+        if is_short(message.request):
+            _finished(self._read(request, message))
         else:
-            self._reading[given.id] = group.create_task(self._ask(one, given))
-            self._reading[given.id].add_done_callback(lambda _: self._reading.pop(given.id, None))
+            self._reads[message.id] = group.create_task(self._read(request, message))
+            self._reads[message.id].add_done_callback(lambda _: self._reads.pop(message.id, None))
 
-    async def _ask(self, one: OpenRequest, given: pb.ManyRequest) -> None:
+    async def _read(self, request: OpenRequest, message: pb.ManyRequest) -> None:
         """Read a request and pass it to the engine. An error becomes its answer."""
-        enter_call(one.call)
+        enter_call(request.call)
         try:
-            one.submitted = submitted = await self._submitted(one, given)
-            submitted.stream.listen(lambda: self._outbox.put(one), wants_tokens=not one.is_whole)
+            request.submitted = submitted = await self._submitted(request, message)
+            submitted.stream.listen(lambda: self._outbox.put(request), wants_tokens=not request.is_whole)
         except AntiphonError as error:
             forget_frames(error)
-            one.error = error
-            self._outbox.put(one)
+            request.error = error
+            self._outbox.put(request)
         except asyncio.CancelledError:
-            self._outbox.put(one)
+            self._outbox.put(request)
             raise
         finally:
             enter_call(self._call)
 
-    async def _submitted(self, one: OpenRequest, given: pb.ManyRequest) -> Submitted:
-        served = self._models.find(given.request.model)
-        one.call.routed(served.name, served.metrics)
+    async def _submitted(self, request: OpenRequest, message: pb.ManyRequest) -> Submitted:
+        model = self._models.find(message.request.model)
+        request.call.routed(model.name, model.metrics)
         context = self._context
-        if given.HasField("timeout_millis"):
-            if given.timeout_millis < 1:
-                raise InvalidArgument("timeout_millis", given.timeout_millis, "at least 1")
-            context = cast("Context", _Limited(self._context, given.timeout_millis / 1000))
-        return await served.servicer.ask(given.request, context, is_streamed=not given.is_whole)
+        if message.HasField("timeout_millis"):
+            if message.timeout_millis < 1:
+                raise InvalidArgument("timeout_millis", message.timeout_millis, "at least 1")
+            context = cast("Context", _Limited(self._context, message.timeout_millis / 1000))
+        return await model.servicer.submit(message.request, context, is_streamed=not message.is_whole)
 
     def _cancel(self, ids: Any) -> None:
         for request_id in ids:
-            if (one := self._by_id.get(request_id)) is not None:
-                one.give_up(CancelCause.CLIENT)
-            if (reading := self._reading.get(request_id)) is not None:
+            if (request := self._by_id.get(request_id)) is not None:
+                request.give_up(CancelCause.CLIENT)
+            if (reading := self._reads.get(request_id)) is not None:
                 reading.cancel()
 
-    def _answering(self, one: OpenRequest) -> None:
+    def _answering(self, request: OpenRequest) -> None:
         """Free the id of a request whose last answer is about to be written: the client may use it at once."""
-        del self._by_id[one.id]
+        del self._by_id[request.id]
 
-    def _answered(self, one: OpenRequest) -> None:
+    def _answered(self, request: OpenRequest) -> None:
         """End the record of a request whose last answer was written."""
-        self._open.remove(one)
+        self._open.remove(request)
         self._has_room.set()
         if not self._open:
             self._is_idle.set()
-        self._in_flight.end_request(one.call)
+        self._in_flight.end_request(request.call)
 
     def _backlog_bytes(self) -> int:
         """Return the memory of the open requests."""
-        return sum(one.num_bytes for one in self._open)
+        return sum(request.num_bytes for request in self._open)
 
     def _leave(self, cause: CancelCause | None) -> None:
         """End what is unanswered when the call ends. cause: None where the client left."""
-        for one in self._open:
-            if (work := one.submitted) is not None:
-                one.give_up(cause or cancel_cause(work.request, work.engine.clock()))
-            one.call.code = "CANCELLED"
-            self._in_flight.end_request(one.call)
+        for request in self._open:
+            if (work := request.submitted) is not None:
+                request.give_up(cause or cancel_cause(work.request, work.engine.clock()))
+            request.call.code = "CANCELLED"
+            self._in_flight.end_request(request.call)
         self._open.clear()
         self._by_id.clear()
         self._outbox.drop()
@@ -201,12 +201,14 @@ class Cancelled(AntiphonError):
 
 @dataclass(slots=True, eq=False)
 class OpenRequest:
-    """Unanswered request of a call. call: its own record. submitted: None until the engine has accepted it."""
+    """Unanswered request of a call: its stream in the engine, and its answers as messages."""
 
     id: int
     is_whole: bool
     call: Call
+    """Record of this request."""
     submitted: Submitted | None = None
+    """None until the engine has accepted the request."""
     error: AntiphonError | None = None
 
     @property
@@ -292,10 +294,10 @@ class Outbox:
         self._is_closed = self._is_dropped = False
         self._changed = asyncio.Event()
 
-    def put(self, one: OpenRequest) -> None:
+    def put(self, request: OpenRequest) -> None:
         """Note that a request has answers to be written."""
         if not self._is_dropped:
-            self._ready.append(one)
+            self._ready.append(request)
             self._changed.set()
 
     def close(self) -> None:
@@ -315,7 +317,7 @@ class Outbox:
             await self._changed.wait()
             self._changed.clear()
             while self._ready:
-                is_urgent = any(not one.is_whole for one in self._ready)
+                is_urgent = any(not request.is_whole for request in self._ready)
                 next_s = loop.time() + max(self._window_s(), 0.0 if is_urgent else _WHOLE_WINDOW_S)
                 await self._write_some()
                 if not self._is_closed:
@@ -328,18 +330,18 @@ class Outbox:
         response, answered = pb.GenerateManyResponse(), []
         num_bytes = 0
         while self._ready and num_bytes < _FULL_BYTES:
-            one = self._ready.popleft()
+            request = self._ready.popleft()
             num_before = len(response.answers)
-            if one.write_to(response):
-                self._on_answering(one)
-                answered.append(one)
+            if request.write_to(response):
+                self._on_answering(request)
+                answered.append(request)
             num_bytes += sum(answer.ByteSize() for answer in response.answers[num_before:])
         data = response.SerializeToString()
         del response  # its objects take several times the memory, and the client may not read
         if data:
             await self._write(data)
-        for one in answered:
-            self._on_answered(one)
+        for request in answered:
+            self._on_answered(request)
 
     async def _write(self, data: bytes) -> None:
         writing = asyncio.ensure_future(self._writer.write(data))

@@ -84,19 +84,19 @@ class Calls:
         """
         if len(self.models) != 1:
             return
-        (served,) = self.models
+        (model,) = self.models
         try:
-            served.engine.check_room(call.caller, Priority.INTERACTIVE)  # has the most room
+            model.engine.check_room(call.caller, Priority.INTERACTIVE)  # has the most room
         except AntiphonError:
-            call.routed(served.name, served.metrics)
+            call.routed(model.name, model.metrics)
             raise
 
     def _routed(self, method: Callable[[InferenceServicer, Any, Context], Awaitable[Any]]) -> Method:
         async def routed(request: Any, context: Context) -> Any:
-            served = self.models.find(request.model)
+            model = self.models.find(request.model)
             if (call := current_call()) is not None:
-                call.routed(served.name, served.metrics)
-            return await method(served.servicer, request, context)
+                call.routed(model.name, model.metrics)
+            return await method(model.servicer, request, context)
 
         return routed
 
@@ -109,4 +109,4 @@ class Calls:
     async def _list_models(self, message: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:
         """Describe every model, the default first."""
         self.models.check_loaded()
-        return pb.ListModelsResponse(models=[served.description for served in self.models])
+        return pb.ListModelsResponse(models=[model.description for model in self.models])

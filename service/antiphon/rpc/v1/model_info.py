@@ -39,23 +39,22 @@ class AttentionExplainer(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelInfo:
-    """Parts of a model that its servicer reads.
-
-    description: message that clients get. text: conversion of texts to the model's ids.
-    explainer: computes attention maps; None if the bundle has no graph for them.
-    scorer: scores next tokens; None for encoder-only models and on a GPU.
-    read_position_tables: reads the learned tables of positions by name, see antiphon.bundle.position_tables; None if
-    the bundle has none. generation: defaults of generation options.
-    """
+    """Facts of a model that its servicer reads."""
 
     description: pb.Model
+    """Message that clients get."""
     tokenizer: Tokenizer
     text: TextFormat
+    """Conversion of texts to the model's ids."""
     config: ModelConfig
     explainer: AttentionExplainer | None = None
+    """Computes attention maps; None if the bundle has no graph for them."""
     scorer: NextTokenScorer | None = None
+    """Scores next tokens; None for encoder-only models and on a GPU."""
     read_position_tables: Callable[[], Mapping[str, NDArray[np.float32]]] | None = None
+    """Reads the learned tables of positions by name, see antiphon.bundle.position_tables; None if there are none."""
     generation: GenerationDefaults = NO_DEFAULTS
+    """Defaults of generation options."""
 
     @property
     def is_decoder_only(self) -> bool:

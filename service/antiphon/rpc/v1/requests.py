@@ -171,9 +171,9 @@ class RequestReader:
         mask_id = self._model.text.mask_id
         positions = tuple(position for position, token_id in enumerate(source.ids) if token_id == mask_id)
         if not positions:
-            given, token = message.WhichOneof("source") or "source", self._model.description.mask_token
-            found, allowed = InWords("without a mask token"), f"with {token}, token id {mask_id}, once at least"
-            raise InvalidArgument(given, found, allowed)
+            field, token = message.WhichOneof("source") or "source", self._model.description.mask_token
+            value, allowed = InWords("without a mask token"), f"with {token}, token id {mask_id}, once at least"
+            raise InvalidArgument(field, value, allowed)
         return positions
 
 

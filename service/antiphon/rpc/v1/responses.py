@@ -148,7 +148,7 @@ def logprobs(entries: Iterable[TokenLogprob]) -> list[pb.TokenLogprob]:
         pb.TokenLogprob(
             token_id=entry.token_id,
             logprob=entry.logprob,
-            alternatives=[pb.Alternative(token_id=other, logprob=value) for other, value in entry.alternatives],
+            alternatives=[pb.Alternative(token_id=token_id, logprob=value) for token_id, value in entry.alternatives],
         )
         for entry in entries
     ]
@@ -181,16 +181,16 @@ def timing(measured: Timing | None) -> pb.Timing:
 
 def _beams(beams: Iterable[Beam]) -> list[pb.Beam]:
     return [
-        pb.Beam(parent=one.parent, token_id=one.token_id, total_logprob=one.total_logprob, score=one.score)
-        for one in beams
+        pb.Beam(parent=beam.parent, token_id=beam.token_id, total_logprob=beam.total_logprob, score=beam.score)
+        for beam in beams
     ]
 
 
 def _finish_reason(reason: FinishReason | None) -> pb.FinishReason.ValueType:
-    known = None if reason is None else _FINISH_REASONS.get(reason)
-    if known is None:
+    number = None if reason is None else _FINISH_REASONS.get(reason)
+    if number is None:
         raise EngineFault(f"the answer ended as {reason}")
-    return known
+    return number
 
 
 def _duration(seconds: float | None) -> Duration | None:

@@ -1,7 +1,7 @@
 """RPC methods of antiphon.v1.InferenceService for one model.
 
-Reads a message into a typed request, submits it, and writes its events as messages. `request_reader.py` reads,
-`submission.py` submits, `answers.py` and `encoder_answers.py` write the answers.
+Reads a message into a typed request, submits it, and writes its events as messages. `requests.py` reads,
+`streaming.py` submits, `responses.py` writes the answers.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class InferenceServicer:
         request, detokenizer = await self._requests.generate(message, context, is_streamed=False)
         return Answer(request, detokenizer).whole(await self._submission.collect(message, request))
 
-    async def ask(self, message: pb.GenerateRequest, context: Context, *, is_streamed: bool) -> Submitted:
+    async def submit(self, message: pb.GenerateRequest, context: Context, *, is_streamed: bool) -> Submitted:
         """Pass one request of a call of many to the engine. is_streamed: False if its answer is read once."""
         request, detokenizer = await self._requests.generate(message, context, is_streamed=is_streamed)
         return self._submission.open(message, request, Answer(request, detokenizer))

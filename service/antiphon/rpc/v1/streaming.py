@@ -125,8 +125,8 @@ class Submission:
 def _with_field_of(message: EngineMessage, error: InvalidArgument) -> InvalidArgument:
     """Return the engine's error with the name of the message's field."""
     if error.field == "source":
-        given = "text" if isinstance(message, pb.TagRequest) else message.WhichOneof("source")
-        return InvalidArgument(given or error.field, error.value, error.allowed)
+        source_field = "text" if isinstance(message, pb.TagRequest) else message.WhichOneof("source")
+        return InvalidArgument(source_field or error.field, error.value, error.allowed)
     if error.field == "target" and isinstance(message, pb.ScoreRequest):
         return InvalidArgument(message.WhichOneof("target") or error.field, error.value, error.allowed)
     if isinstance(message, pb.GenerateRequest | pb.GenerateUnaryRequest):
