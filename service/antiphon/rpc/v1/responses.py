@@ -14,7 +14,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from antiphon.domain.beam_steps import Beam, BeamStep
 from antiphon.domain.errors import EngineFault
-from antiphon.domain.request import FinishReason, Readout, Request, Timing, TokenEvent, TokenLogprob
+from antiphon.domain.request import EncoderOutputs, FinishReason, Request, Timing, TokenEvent, TokenLogprob
 from antiphon.domain.tasks import Generate
 from antiphon.engine.constraints.stop_strings import StopFilter, TokenStopMatcher
 from antiphon.text.tokenizer import IncrementalDecoder, Tokenizer
@@ -212,21 +212,21 @@ _UNSPACED = (
 )
 
 
-def label_scores(readout: Readout, labels: Sequence[str], top_k: int) -> list[pb.LabelScore]:
+def label_scores(outputs: EncoderOutputs, labels: Sequence[str], top_k: int) -> list[pb.LabelScore]:
     """Return labels with their scores, best first: `top_k` of them, or all if it is 0."""
-    scores = readout.values[0].tolist()
+    scores = outputs.values[0].tolist()
     order = sorted(range(len(scores)), key=lambda index: -scores[index])
     return [pb.LabelScore(label=labels[index], score=scores[index]) for index in order[: top_k or None]]
 
 
 def tagged_tokens(
-    readout: Readout, labels: Sequence[str], token_ids: Sequence[int], offsets: Sequence[tuple[int, int]]
+    outputs: EncoderOutputs, labels: Sequence[str], token_ids: Sequence[int], offsets: Sequence[tuple[int, int]]
 ) -> list[pb.TaggedToken]:
     """Return the likeliest label of each token of a text; the first one of equal scores."""
-    best = readout.values.argmax(axis=1).tolist()
+    best = outputs.values.argmax(axis=1).tolist()
     return [
         pb.TaggedToken(token_id=token_id, start=start, end=end, label=labels[index], score=float(scores[index]))
-        for token_id, (start, end), index, scores in zip(token_ids, offsets, best, readout.values, strict=True)
+        for token_id, (start, end), index, scores in zip(token_ids, offsets, best, outputs.values, strict=True)
     ]
 
 
@@ -252,9 +252,9 @@ def tagged_spans(text: str, tokens: Sequence[pb.TaggedToken]) -> list[pb.TaggedS
     ]
 
 
-def masked_places(readout: Readout, positions: Sequence[int], tokenizer: Tokenizer) -> list[pb.MaskedPlace]:
+def masked_places(outputs: EncoderOutputs, positions: Sequence[int], tokenizer: Tokenizer) -> list[pb.MaskedPlace]:
     """Return the proposed tokens for each masked position, likeliest first."""
-    assert readout.token_ids is not None
+    assert outputs.token_ids is not None
     return [
         pb.MaskedPlace(
             position=position,
@@ -263,7 +263,7 @@ def masked_places(readout: Readout, positions: Sequence[int], tokenizer: Tokeniz
                 for token_id, score in zip(ids, scores, strict=True)
             ],
         )
-        for position, ids, scores in zip(positions, readout.token_ids.tolist(), readout.values.tolist(), strict=True)
+        for position, ids, scores in zip(positions, outputs.token_ids.tolist(), outputs.values.tolist(), strict=True)
     ]
 
 

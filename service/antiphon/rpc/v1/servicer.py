@@ -6,7 +6,7 @@ Reads a message into a typed request, submits it, and writes its events as messa
 
 from __future__ import annotations
 
-from antiphon.domain.request import Readout, Task, TokenEvent, head_of
+from antiphon.domain.request import EncoderOutputs, Task, TokenEvent, head_of
 from antiphon.domain.tasks import Embed, ReadHead
 from antiphon.engine.engine import Engine
 from antiphon.rpc.v1.analysis import AnalysisThread, Explanations, NextTokens, Positions
@@ -82,23 +82,23 @@ class InferenceServicer:
     async def embed(self, message: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
         """Return a source's encoder states, pooled or unpooled."""
         request = await self._requests.embed(message, context)
-        readout, event = await self._read(message, request)
-        embedding = readout.values.ravel().tolist()
+        outputs, event = await self._read(message, request)
+        embedding = outputs.values.ravel().tolist()
         return pb.EmbedResponse(embedding=embedding, usage=usage(request, event), timing=timing(event.timing))
 
     async def classify(self, message: pb.ClassifyRequest, context: Context) -> pb.ClassifyResponse:
         """Return the labels of a text or a pair."""
         request = await self._requests.classify(message, context)
-        readout, event = await self._read(message, request)
-        labels = label_scores(readout, self._labels(request.task), message.top_k)
+        outputs, event = await self._read(message, request)
+        labels = label_scores(outputs, self._labels(request.task), message.top_k)
         return pb.ClassifyResponse(labels=labels, usage=usage(request, event), timing=timing(event.timing))
 
     async def tag(self, message: pb.TagRequest, context: Context) -> pb.TagResponse:
         """Return the label of every token of a text, and the spans they form."""
         request, source = await self._requests.tag(message, context)
-        readout, event = await self._read(message, request)
+        outputs, event = await self._read(message, request)
         ids = source.ids[request.picks[0] : request.picks[-1] + 1]
-        tokens = tagged_tokens(readout, self._labels(Task.TAG), ids, source.offsets)
+        tokens = tagged_tokens(outputs, self._labels(Task.TAG), ids, source.offsets)
         return pb.TagResponse(
             tokens=tokens,
             spans=tagged_spans(message.text, tokens),
@@ -109,8 +109,8 @@ class InferenceServicer:
     async def fill_mask(self, message: pb.FillMaskRequest, context: Context) -> pb.FillMaskResponse:
         """Return the likeliest tokens of every masked position."""
         request = await self._requests.fill_mask(message, context)
-        readout, event = await self._read(message, request)
-        places = masked_places(readout, request.picks, self._model.tokenizer)
+        outputs, event = await self._read(message, request)
+        places = masked_places(outputs, request.picks, self._model.tokenizer)
         return pb.FillMaskResponse(places=places, usage=usage(request, event), timing=timing(event.timing))
 
     async def explain(self, message: pb.ExplainRequest, context: Context) -> pb.ExplainResponse:
@@ -139,11 +139,11 @@ class InferenceServicer:
         """Describe the model."""
         return pb.GetModelResponse(model=self._model.description)
 
-    async def _read(self, message: EngineMessage, request: Embed | ReadHead) -> tuple[Readout, TokenEvent]:
+    async def _read(self, message: EngineMessage, request: Embed | ReadHead) -> tuple[EncoderOutputs, TokenEvent]:
         """Run a request for encoder outputs. Return them and the last event."""
         event = last_of(await self._submission.collect(message, request))
-        assert event.readout is not None
-        return event.readout, event
+        assert event.encoder_outputs is not None
+        return event.encoder_outputs, event
 
     def _labels(self, task: Task) -> tuple[str, ...]:
         return next(head.labels for head in self._model.config.heads if head.task == head_of(task))
