@@ -33,6 +33,11 @@ from antiphon.runtime.next_token import Edits, NextTokenScorer
 from antiphon.runtime.positions import PositionEncoding, PositionKind, longest_described, position_encodings
 from antiphon.v1 import inference_pb2 as pb
 
+DEFAULT_NUM_TOKENS = 20
+MAX_NUM_TOKENS = 1000
+DEFAULT_POSITIONS = 64
+MAX_POSITIONS = 512
+
 _T = TypeVar("_T")
 
 
@@ -216,9 +221,6 @@ def _maps(weights: NDArray[np.float32]) -> list[pb.AttentionMap]:
     ]
 
 
-DEFAULT_NUM_TOKENS = 20
-MAX_NUM_TOKENS = 1000
-
 _STAGES = {stage: pb.SamplingStage.Value(f"SAMPLING_STAGE_{stage.name}") for stage in Stage}
 
 
@@ -315,9 +317,6 @@ def _stage_message(stage: StageDistribution, token_ids: Sequence[int]) -> pb.Sta
         entropy=stage.entropy,
     )
 
-
-DEFAULT_POSITIONS = 64
-MAX_POSITIONS = 512
 
 _PARTS: dict[Part, pb.Architecture.ValueType] = {
     "encoder": pb.ARCHITECTURE_ENCODER,

@@ -31,6 +31,13 @@ from antiphon.v1 import inference_pb2 as pb
 
 # Unanswered requests of a call. Further ones stay unread: flow control makes the client wait.
 MAX_OPEN_REQUESTS = 256
+# Memory of a request with its record, without its tokens, and of a token of its source.
+_REQUEST_BYTES = 8 << 10
+_SOURCE_TOKEN_BYTES = 40
+# Size of a message above which further answers go into the next one; many clients accept at most 4 MiB.
+_FULL_BYTES = 1 << 20
+# Least time between messages that hold whole answers only: nobody reads along. Ten steps of a small model.
+_WHOLE_WINDOW_S = 0.01
 
 _T = TypeVar("_T")
 
@@ -187,11 +194,6 @@ def _finished(coroutine: Coroutine[Any, Any, _T]) -> _T:
     raise RuntimeError("the coroutine waits")
 
 
-# Memory of a request with its record, without its tokens, and of a token of its source.
-_REQUEST_BYTES = 8 << 10
-_SOURCE_TOKEN_BYTES = 40
-
-
 class Cancelled(AntiphonError):
     """The client cancelled one request of a call."""
 
@@ -264,12 +266,6 @@ def _failure(error: AntiphonError) -> pb.Failure:
         delay.FromMilliseconds(pushback_ms(error))
         failure.retry_after.CopyFrom(delay)
     return failure
-
-
-# Size of a message above which further answers go into the next one; many clients accept at most 4 MiB.
-_FULL_BYTES = 1 << 20
-# Least time between messages that hold whole answers only: nobody reads along. Ten steps of a small model.
-_WHOLE_WINDOW_S = 0.01
 
 
 class Outbox:

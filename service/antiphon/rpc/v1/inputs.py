@@ -30,6 +30,8 @@ from antiphon.v1 import inference_pb2 as pb
 
 # With more characters or ids than this the tokenizer takes over a millisecond, which would delay the event loop.
 MAX_INLINE_LEN = 2000
+# Bytes of text tokenised in a second by the slowest kind, texts of one-letter words.
+_BYTES_PER_S = 700_000
 
 HasSource = (
     pb.GenerateRequest
@@ -250,10 +252,6 @@ def _not_in_targets(config: ModelConfig, text: TextFormat) -> dict[int, str]:
     # One token may have several of these roles. The token of a language may begin a target, so it is allowed inside.
     named = {config.pad_id: "padding", config.bos_id: "begin", config.eos_id: "end"}
     return {token_id: name for token_id, name in named.items() if token_id not in text.languages.values()}
-
-
-# Bytes of text tokenised in a second by the slowest kind, texts of one-letter words.
-_BYTES_PER_S = 700_000
 
 
 class LongTexts:

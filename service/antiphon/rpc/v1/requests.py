@@ -27,6 +27,69 @@ from antiphon.rpc.v1.options import OptionReader
 from antiphon.rpc.v1.responses import Detokenizer
 from antiphon.v1 import inference_pb2 as pb
 
+Context = grpc.aio.ServicerContext[Any, Any]
+EngineMessage = HasSource | pb.TagRequest
+"""Messages whose requests run on the engine."""
+
+_PRIORITIES = {
+    pb.PRIORITY_UNSPECIFIED: Priority.INTERACTIVE,
+    pb.PRIORITY_INTERACTIVE: Priority.INTERACTIVE,
+    pb.PRIORITY_BATCH: Priority.BATCH,
+}
+
+
+class Arrivals:
+    """Gives arrivals to the requests of one engine. For the event loop."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._numbers = itertools.count()
+
+    def next(self, message: EngineMessage, context: Context) -> Arrival:
+        """Return the arrival of the current call's request. Raises InvalidArgument, or QueueFull if full."""
+        priority = _PRIORITIES.get(message.priority)
+        if priority is None:
+            raise InvalidArgument("priority", message.priority, "PRIORITY_INTERACTIVE or PRIORITY_BATCH")
+        call = current_call()
+        client = caller_of(context) if call is None else call.caller
+        self._engine.check_room(client, priority)
+        arrival_s = self._engine.clock()
+        left_s = remaining_s(context)
+        return Arrival(
+            # The number makes the id unique: clients may send the same id twice.
+            request_id=f"{call.request_id if call else ''}/{next(self._numbers)}",
+            arrival_s=arrival_s,
+            deadline_s=None if left_s is None else arrival_s + left_s,
+            client=client,
+            priority=priority,
+            trace_id=call.trace_id if call else "",
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TargetStart:
+    """Source of a request that runs the decoder, and the start of its target.
+
+    A decoder-only model has no source: its prompt is the begin token and the first prefix_ids.
+    """
+
+    source_ids: tuple[int, ...]
+    begin_id: int | None
+    prefix_ids: tuple[int, ...]
+    num_prompt_ids: int = 0
+
+
+def start_of(
+    model: ModelInfo, source_ids: tuple[int, ...], prefix_ids: tuple[int, ...], begin_id: int | None
+) -> TargetStart:
+    """Return the start of a target after a source and a prefix. begin_id: None is the model's begin token."""
+    if not model.is_decoder_only:
+        return TargetStart(source_ids=source_ids, begin_id=begin_id, prefix_ids=prefix_ids)
+    first_id, *rest = source_ids
+    num_prompt_ids = len(source_ids)
+    return TargetStart(source_ids=(), begin_id=first_id, prefix_ids=(*rest, *prefix_ids), num_prompt_ids=num_prompt_ids)
+
+
 _POOLING = {
     pb.POOLING_MEAN: Pooling.MEAN,
     pb.POOLING_MAX: Pooling.MAX,
@@ -195,66 +258,3 @@ def _reports_beam_steps(message: HasOptions, controls: Controls) -> bool:
         allowed = "false if options.beam_width is 1: without beams there are no steps to report"
         raise InvalidArgument("report_beam_steps", True, allowed)
     return True
-
-
-Context = grpc.aio.ServicerContext[Any, Any]
-EngineMessage = HasSource | pb.TagRequest
-"""Messages whose requests run on the engine."""
-
-_PRIORITIES = {
-    pb.PRIORITY_UNSPECIFIED: Priority.INTERACTIVE,
-    pb.PRIORITY_INTERACTIVE: Priority.INTERACTIVE,
-    pb.PRIORITY_BATCH: Priority.BATCH,
-}
-
-
-class Arrivals:
-    """Gives arrivals to the requests of one engine. For the event loop."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._numbers = itertools.count()
-
-    def next(self, message: EngineMessage, context: Context) -> Arrival:
-        """Return the arrival of the current call's request. Raises InvalidArgument, or QueueFull if full."""
-        priority = _PRIORITIES.get(message.priority)
-        if priority is None:
-            raise InvalidArgument("priority", message.priority, "PRIORITY_INTERACTIVE or PRIORITY_BATCH")
-        call = current_call()
-        client = caller_of(context) if call is None else call.caller
-        self._engine.check_room(client, priority)
-        arrival_s = self._engine.clock()
-        left_s = remaining_s(context)
-        return Arrival(
-            # The number makes the id unique: clients may send the same id twice.
-            request_id=f"{call.request_id if call else ''}/{next(self._numbers)}",
-            arrival_s=arrival_s,
-            deadline_s=None if left_s is None else arrival_s + left_s,
-            client=client,
-            priority=priority,
-            trace_id=call.trace_id if call else "",
-        )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TargetStart:
-    """Source of a request that runs the decoder, and the start of its target.
-
-    A decoder-only model has no source: its prompt is the begin token and the first prefix_ids.
-    """
-
-    source_ids: tuple[int, ...]
-    begin_id: int | None
-    prefix_ids: tuple[int, ...]
-    num_prompt_ids: int = 0
-
-
-def start_of(
-    model: ModelInfo, source_ids: tuple[int, ...], prefix_ids: tuple[int, ...], begin_id: int | None
-) -> TargetStart:
-    """Return the start of a target after a source and a prefix. begin_id: None is the model's begin token."""
-    if not model.is_decoder_only:
-        return TargetStart(source_ids=source_ids, begin_id=begin_id, prefix_ids=prefix_ids)
-    first_id, *rest = source_ids
-    num_prompt_ids = len(source_ids)
-    return TargetStart(source_ids=(), begin_id=first_id, prefix_ids=(*rest, *prefix_ids), num_prompt_ids=num_prompt_ids)
