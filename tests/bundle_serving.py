@@ -16,9 +16,9 @@ from antiphon.observability.telemetry import Telemetry
 from antiphon.ops.cuda.driver import CudaDevice
 from antiphon.rpc.middleware import CallMiddleware
 from antiphon.rpc.standard_services import HealthServicer
-from antiphon.rpc.v1.answers.pacing import Pacing
 from antiphon.rpc.v1.handlers import Calls
-from antiphon.rpc.v1.models import Models, Served
+from antiphon.rpc.v1.models import LoadedModel, Models
+from antiphon.rpc.v1.streaming import Pacing
 from antiphon.server.models.loading import Shared, load
 from antiphon.server.models.memory import MemoryBudget
 from antiphon.server.parts import build_server
@@ -32,7 +32,7 @@ class ServedBundle:
 
     client: AsyncClient
     target: str
-    served: Served
+    served: LoadedModel
     registry: CollectorRegistry
 
 
@@ -56,7 +56,7 @@ async def serving_bundle(
     models = Models()
     models.add(served)
     calls = Calls(models, CallMiddleware(Telemetry(shared.families), client_waits()), shared.pacing)
-    server = build_server(config, calls, HealthServicer(), shared.pacing)
+    server = build_server(config, calls, HealthServicer())
     target = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     served.engine.start()
     await server.start()

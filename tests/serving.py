@@ -31,15 +31,13 @@ from antiphon.rpc.grpc_fixes.resets import Resets
 from antiphon.rpc.middleware import CallMiddleware
 from antiphon.rpc.reloading import FileMetrics
 from antiphon.rpc.standard_services import HealthServicer, Probes
-from antiphon.rpc.v1.answers.attention_maps import AttentionExplainer
-from antiphon.rpc.v1.answers.pacing import Pacing
 from antiphon.rpc.v1.handlers import Calls
-from antiphon.rpc.v1.models import Models, Served
-from antiphon.rpc.v1.requests.long_texts import LongTexts
-from antiphon.rpc.v1.requests.options import default_options
-from antiphon.rpc.v1.served.model_defaults import NO_DEFAULTS
-from antiphon.rpc.v1.served.served_model import ServedModel
+from antiphon.rpc.v1.inputs import LongTexts
+from antiphon.rpc.v1.model_info import AttentionExplainer, ModelInfo
+from antiphon.rpc.v1.models import LoadedModel, Models
+from antiphon.rpc.v1.options import NO_DEFAULTS, default_options
 from antiphon.rpc.v1.servicer import InferenceServicer
+from antiphon.rpc.v1.streaming import Pacing
 from antiphon.runtime.next_token import NextTokenScorer
 from antiphon.server.access import Access
 from antiphon.server.listener import close_port, open_port
@@ -158,7 +156,7 @@ async def serving(
         architecture=pb.ARCHITECTURE_ENCODER if heads else pb.ARCHITECTURE_ENCODER_DECODER,
         languages=sorted((text or own_text).languages),
     )
-    model = ServedModel(
+    model = ModelInfo(
         description=description,
         tokenizer=tokenizer,
         text=text or own_text,
@@ -172,7 +170,7 @@ async def serving(
     servicer = InferenceServicer(model, engine, pacing, long_texts)
     models = Models()
     models.add(
-        Served(
+        LoadedModel(
             name=MODEL_NAME,
             precision="float32",
             servicer=servicer,
@@ -188,7 +186,7 @@ async def serving(
     calls = Calls(models, CallMiddleware(telemetry, waits, call_limits(config), resets), pacing)
     health_servicer = HealthServicer()
     probes = Probes(health_servicer, SERVICES)
-    server = build_server(config, calls, health_servicer, pacing, access.interceptors(telemetry, waits))
+    server = build_server(config, calls, health_servicer, access.interceptors(telemetry, waits))
     certificates = access.port_certificates()
     engine.start()
     target = f"127.0.0.1:{await open_port(server, '127.0.0.1', 0, certificates)}"

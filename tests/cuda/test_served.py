@@ -12,8 +12,8 @@ from antiphon.bundle.manifest import Bundle
 from antiphon.client import Generation, Options
 from antiphon.observability.metrics.metric_families import MetricFamilies
 from antiphon.ops.cuda.driver import CudaDevice
-from antiphon.rpc.v1.answers.pacing import Pacing
-from antiphon.rpc.v1.models import Served
+from antiphon.rpc.v1.models import LoadedModel
+from antiphon.rpc.v1.streaming import Pacing
 from antiphon.server.models.loading import Shared, StartupError, load
 from antiphon.server.models.memory import MemoryBudget
 from antiphon.server.settings import ServerConfig
@@ -72,7 +72,7 @@ def load_with(
     needs_device: bool,
     registry: CollectorRegistry | None = None,
     **settings: Any,
-) -> Served:
+) -> LoadedModel:
     config = ServerConfig(bundle=bundle.path, threads=1, max_num_seqs=1, **settings)
     shared = Shared(
         families=MetricFamilies(registry or CollectorRegistry()),

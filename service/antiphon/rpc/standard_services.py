@@ -8,8 +8,8 @@ calls and are counted but not logged, because probes come every few seconds. A d
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeAlias
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from typing import Any, TypeAlias, cast
 
 import grpc
 from google.protobuf.message import DecodeError, Message
@@ -190,8 +190,8 @@ async def _write(messages: Any, call: ServerCall) -> None:
     if not inspect.isasyncgen(messages):
         await messages
         return
-    writer = call.context.writer()
-    async for message in messages:
+    writer, stream = call.context.writer(), cast("AsyncIterator[Message]", messages)
+    async for message in stream:
         await writer.write(message.SerializeToString())
 
 

@@ -24,7 +24,7 @@ from antiphon.rpc.background import in_background
 from antiphon.rpc.client_waits import ClientWaits
 from antiphon.rpc.context import RequestContext
 from antiphon.rpc.middleware import CallMiddleware, Method, handlers_of
-from antiphon.rpc.v1.models import Served
+from antiphon.rpc.v1.models import LoadedModel
 from antiphon.server.listener import CLIENT_PING_OPTIONS, HANDSHAKE_OPTION, OTHER_PORT_CONNECTIONS
 from antiphon.server.models.control import Control
 from antiphon.server.models.memory import MemoryBudget
@@ -140,7 +140,7 @@ def _without_context(method: Callable[[Any], Awaitable[Any]]) -> Method:
     return answer
 
 
-def _cache_use(served: Served) -> pb.CacheUse:
+def _cache_use(served: LoadedModel) -> pb.CacheUse:
     """Return the use of one model's cache. Blocks while its engine changes its state: not for an event loop."""
     engine = served.engine
     holders = [

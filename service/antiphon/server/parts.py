@@ -29,10 +29,10 @@ from antiphon.rpc.middleware import CallLimits, CallMiddleware
 from antiphon.rpc.oip import servicer as oip
 from antiphon.rpc.oip.servicer import OpenInferenceServicer
 from antiphon.rpc.standard_services import HealthServicer, Probes, UnknownMethods, standard_handlers
-from antiphon.rpc.v1.answers.pacing import Pacing
 from antiphon.rpc.v1.handlers import SERVICE_NAME, Calls
-from antiphon.rpc.v1.models import Models, Served
-from antiphon.rpc.v1.requests.long_texts import LongTexts
+from antiphon.rpc.v1.inputs import LongTexts
+from antiphon.rpc.v1.models import LoadedModel, Models
+from antiphon.rpc.v1.streaming import Pacing
 from antiphon.runtime.cuda.open_device import DeviceError, open_device
 from antiphon.server.access import Access
 from antiphon.server.connection_watch import ConnectionWatch, num_open_files
@@ -91,7 +91,7 @@ class Parts:
         middleware = CallMiddleware(telemetry, waits, call_limits(config), resets)
         calls = Calls(control.models, middleware, shared.pacing, place)
         interceptors = access.interceptors(telemetry, waits)
-        server = build_server(config, calls, servicer, shared.pacing, interceptors, shares_port=place is not None)
+        server = build_server(config, calls, servicer, interceptors, shares_port=place is not None)
         return cls(
             config=config,
             shared=shared,
@@ -103,7 +103,7 @@ class Parts:
             server=server,
         )
 
-    async def load(self, stop: Stop) -> list[Served] | None:
+    async def load(self, stop: Stop) -> list[LoadedModel] | None:
         """Load and serve every configured model. Returns None as soon as the process is asked to stop.
 
         Raises StartupError or OverBudget.
@@ -202,7 +202,6 @@ def build_server(
     config: ServerConfig,
     calls: Calls,
     health_servicer: HealthServicer,
-    pacing: Pacing,
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
     *,
     shares_port: bool = False,
@@ -216,7 +215,7 @@ def build_server(
     ]
     server = grpc.aio.server(options=options, interceptors=interceptors)
     middleware = calls.middleware
-    open_inference = OpenInferenceServicer(calls.models, middleware, health_servicer, pacing)
+    open_inference = OpenInferenceServicer(calls.models, middleware, health_servicer)
     server.add_generic_rpc_handlers((calls.generic_handler(), open_inference.generic_handler()))
     names = [*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME]
     if config.load_reports == "on":

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Iterable
 
 from antiphon.rpc.standard_services import Probes
-from antiphon.rpc.v1.models import Served
+from antiphon.rpc.v1.models import LoadedModel
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ class Watchdog:
     timeout_s: longest time of a step, and longest time that work waits for a step to begin.
     """
 
-    def __init__(self, models: Iterable[Served], probes: Probes, timeout_s: float) -> None:
+    def __init__(self, models: Iterable[LoadedModel], probes: Probes, timeout_s: float) -> None:
         self._models = models
         self._probes = probes
         self._timeout_s = timeout_s

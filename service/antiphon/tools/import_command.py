@@ -111,7 +111,7 @@ async def _serving(directory: Path, precision: Precision) -> AsyncIterator[Async
     calls = Calls(
         models, CallMiddleware(Telemetry(shared.families), build_waits(config, shared.families)), shared.pacing
     )
-    server = build_server(config, calls, HealthServicer(), shared.pacing)
+    server = build_server(config, calls, HealthServicer())
     with tempfile.TemporaryDirectory() as folder:
         target = f"unix:{folder}/grpc"
         server.add_insecure_port(target)

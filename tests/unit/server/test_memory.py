@@ -19,7 +19,7 @@ from antiphon.domain.limits import EngineLimits
 from antiphon.engine.sequences.stream import OutputStream
 from antiphon.observability.metrics.metric_families import MetricFamilies
 from antiphon.ops.cache_geometry import blocks_for
-from antiphon.rpc.v1.answers.pacing import Pacing
+from antiphon.rpc.v1.streaming import Pacing
 from antiphon.runtime.native_encoder import RUN_TOKENS
 from antiphon.runtime.native_runner import NativeRunner
 from antiphon.server.models.loading import Shared, StartupError, load

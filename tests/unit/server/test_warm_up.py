@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 from antiphon.architecture.heads import HeadConfig
 from antiphon.architecture.heads import Task as HeadTask
 from antiphon.observability.metrics.metric_families import MetricFamilies
-from antiphon.rpc.v1.answers.pacing import Pacing
+from antiphon.rpc.v1.streaming import Pacing
 from antiphon.runtime.warm_up import NotFinite, warm_up
 from antiphon.server.models.loading import Shared, StartupError, load
 from antiphon.server.models.memory import MemoryBudget

@@ -18,7 +18,7 @@ from antiphon.observability.metrics.engine_metrics import Metrics
 from antiphon.observability.metrics.metric_families import MetricFamilies
 from antiphon.rpc.background import running_in_background
 from antiphon.rpc.standard_services import LIVENESS, Probes
-from antiphon.rpc.v1.models import Served
+from antiphon.rpc.v1.models import LoadedModel
 from antiphon.server.watchdog import LoopLag, Watchdog
 from antiphon.v1 import inference_pb2 as pb
 from tests.fakes import FakeClock, FakeRunner, limits_for, request_of, source_of
@@ -39,7 +39,7 @@ class Bench:
         self._health = health.aio.HealthServicer()
         self.probes = Probes(self._health, ("service",))
         unread: Any = None
-        served = Served(
+        served = LoadedModel(
             name="fake",
             precision="float32",
             servicer=unread,

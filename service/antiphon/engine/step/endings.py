@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterable
 
 from antiphon.domain.errors import AntiphonError, EngineFault
-from antiphon.domain.request import ANSWERED, FinishReason, Readout, TokenEvent
+from antiphon.domain.request import ANSWERED, EncoderOutputs, FinishReason, TokenEvent
 from antiphon.engine.sequences.sequence import Sequence, SequenceGroup, SequenceState
 from antiphon.engine.sequences.stream import OutputStream
 from antiphon.engine.step.commit import Ended
@@ -51,10 +51,10 @@ class Endings:
         group.sequences = group.starting = ()
         group.pending = []
 
-    def end_encoded(self, group: SequenceGroup, readout: Readout) -> None:
+    def end_encoded(self, group: SequenceGroup, readout: EncoderOutputs) -> None:
         """End a group that needs only outputs of its encoded source."""
         reason = FinishReason.STOP
-        event = TokenEvent(request_id=group.request_id, finish_reason=reason, is_last=True, readout=readout)
+        event = TokenEvent(request_id=group.request_id, finish_reason=reason, is_last=True, encoder_outputs=readout)
         self.close(group, reason, [event])
 
     def end_output(self, ended: Ended) -> None:

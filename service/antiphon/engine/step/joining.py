@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
-from antiphon.domain.request import Readout
+from antiphon.domain.request import EncoderOutputs
 from antiphon.engine.scheduling.early import early_groups, may_encode_early
 from antiphon.engine.scheduling.scheduler import MAX_DEFERRED_STEPS, schedule
 from antiphon.engine.sequences.sequence import SequenceGroup, SequenceState, sequences_of
@@ -119,7 +119,7 @@ class Joining:
             if group.request_id in readouts:
                 self._endings.end_encoded(group, readouts[group.request_id])
 
-    def _run_encoder(self, groups: tuple[SequenceGroup, ...]) -> tuple[EncodeReport, dict[str, Readout]]:
+    def _run_encoder(self, groups: tuple[SequenceGroup, ...]) -> tuple[EncodeReport, dict[str, EncoderOutputs]]:
         """Encode the groups' sources together. Return the cost, and the requested encoder outputs by request id."""
         runner = self._parts.runner
         requests = [group.request for group in groups]

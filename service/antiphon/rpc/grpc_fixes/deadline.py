@@ -29,8 +29,8 @@ _WALL_AHEAD_AT_START_S = _wall_ahead_s()
 def monotonic_deadline_s(context: grpc.aio.ServicerContext[Any, Any]) -> float | None:
     """Return the deadline of a call that has begun now, as a time of `time.monotonic`.
 
-    None if there is none or it is unknown: that is so if the clock was set forward by more than the time left. gRPC's own
-    timer then ends the call.
+    None if there is none or it is unknown: that is so if the clock was set forward by more than the time left. gRPC's
+    own timer then ends the call.
     """
     now_s = time.monotonic()
     reported_s = cast("float | None", context.time_remaining())  # may be None, which grpc's type stubs omit

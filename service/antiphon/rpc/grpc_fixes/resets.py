@@ -3,8 +3,8 @@
 The rule is Envoy's (`premature_reset_total_stream_count`): a connection is closed if it has made at least 500 calls and
 its client ended more than half of them before their request was read. Counts are cleared every ten seconds.
 Cause: gRPC's core has no such rule, and its Python server has no method that closes a connection: `disconnect` finds
-the socket among the files of the process. Upstream: no issue is known. Cost: two counts a call; a look at the open files
-for each closed connection.
+the socket among the files of the process. Upstream: no issue is known. Cost: two counts a call; a look at the open
+files for each closed connection.
 Remove this module once gRPC closes such connections itself: then tests/unit/calls/test_resets.py passes without it.
 """
 

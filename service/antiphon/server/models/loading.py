@@ -19,12 +19,11 @@ from antiphon.observability.metrics.metric_families import MetricFamilies
 from antiphon.ops.cache_geometry import BLOCK_SIZE, blocks_of_longest
 from antiphon.ops.cuda.driver import CudaDevice, CudaError
 from antiphon.ops.workspace import WorkspaceError
-from antiphon.rpc.v1.answers.pacing import Pacing
-from antiphon.rpc.v1.describe import describe
-from antiphon.rpc.v1.models import Served
-from antiphon.rpc.v1.requests.long_texts import LongTexts
-from antiphon.rpc.v1.served.served_model import ServedModel
+from antiphon.rpc.v1.inputs import LongTexts
+from antiphon.rpc.v1.model_info import ModelInfo, describe
+from antiphon.rpc.v1.models import LoadedModel
 from antiphon.rpc.v1.servicer import InferenceServicer
+from antiphon.rpc.v1.streaming import Pacing
 from antiphon.runtime.explain import Explainer
 from antiphon.runtime.lanes import fastest_num_lanes, open_lanes, possible_lanes
 from antiphon.runtime.next_token import NextTokenScorer
@@ -71,7 +70,7 @@ class Shared:
     long_texts: LongTexts = field(default_factory=LongTexts)
 
 
-def load(plan: ModelPlan, shared: Shared) -> Served:
+def load(plan: ModelPlan, shared: Shared) -> LoadedModel:
     """Verify the bundle, load its graphs and tokenizer, and build an engine without starting it.
 
     Raises StartupError, or OverBudget before any graph is loaded; then everything is released.
@@ -114,7 +113,9 @@ def _need(bundle: Bundle, graphs: GraphSet, plan: ModelPlan, shared: Shared) -> 
     return need_of(bundle, graphs, plan.limits, num_lanes, num_workers=shared.num_workers)
 
 
-def _open(bundle: Bundle, graphs: GraphSet, name: str, plan: ModelPlan, shared: Shared, memory: ModelMemory) -> Served:
+def _open(
+    bundle: Bundle, graphs: GraphSet, name: str, plan: ModelPlan, shared: Shared, memory: ModelMemory
+) -> LoadedModel:
     tokenizer = _tokenizer(bundle)
     limits = plan.limits
     if graphs.lowering == "cuda":
@@ -132,7 +133,7 @@ def _open(bundle: Bundle, graphs: GraphSet, name: str, plan: ModelPlan, shared: 
     description.name = name
     explainer = Explainer(bundle, precision=runner.precision)
     positions = bundle.manifest.positions
-    model = ServedModel(
+    model = ModelInfo(
         description=description,
         tokenizer=tokenizer,
         text=bundle.manifest.text,
@@ -145,7 +146,7 @@ def _open(bundle: Bundle, graphs: GraphSet, name: str, plan: ModelPlan, shared: 
     metrics = _metrics(Metrics(shared.families, name), bundle, graphs, memory)
     metrics.watch_arena(*(one.workspace for one in runners))
     engine = Engine(runner, limits, metrics, further=further)
-    return Served(
+    return LoadedModel(
         name=name,
         precision=runner.precision,
         servicer=InferenceServicer(model, engine, shared.pacing, shared.long_texts),

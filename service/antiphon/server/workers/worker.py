@@ -26,7 +26,7 @@ from antiphon.observability.logs.formats import configure_logging
 from antiphon.observability.telemetry import Telemetry
 from antiphon.rpc.ports import PortError
 from antiphon.rpc.reloading import FileMetrics, FileProblem
-from antiphon.rpc.v1.models import Served
+from antiphon.rpc.v1.models import LoadedModel
 from antiphon.server.access import Access
 from antiphon.server.admin import AdminServicer
 from antiphon.server.lifecycle import EXIT_ENGINE_FAULT, EXIT_USER_ERROR, Stop, end_now
@@ -128,7 +128,7 @@ class _Desk:
         self._go = asyncio.Event()
         self.is_serving = asyncio.Event()
 
-    async def may_serve(self, served: list[Served], stop: Stop) -> bool:
+    async def may_serve(self, served: list[LoadedModel], stop: Stop) -> bool:
         """Report the loaded models. Return True when the supervisor lets them be served, False if it stops first."""
         self._loaded.set_result([_described(one) for one in served])
         return bool(await stop.unless_asked(self._go.wait()))
@@ -161,7 +161,7 @@ class _Desk:
         raise ValueError(question)
 
 
-def _described(served: Served) -> dict[str, str]:
+def _described(served: LoadedModel) -> dict[str, str]:
     description = _text(served.description.SerializeToString())
     return {"name": served.name, "precision": served.precision, "description": description}
 

@@ -14,10 +14,10 @@ from unittest import mock
 from antiphon.observability.telemetry import Telemetry
 from antiphon.rpc import middleware
 from antiphon.rpc.middleware import CallMiddleware, LimitMiddleware, TelemetryMiddleware
-from antiphon.rpc.v1.answers.answers import Answer
-from antiphon.rpc.v1.requests.inputs import Inputs
-from antiphon.rpc.v1.requests.request_reader import RequestReader
-from antiphon.rpc.v1.submission import Submission
+from antiphon.rpc.v1.inputs import Inputs
+from antiphon.rpc.v1.requests import RequestReader
+from antiphon.rpc.v1.responses import Answer
+from antiphon.rpc.v1.streaming import Submission
 
 _STAGES: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
     ("parsing", middleware, ("parsed",)),

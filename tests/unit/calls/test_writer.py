@@ -9,12 +9,13 @@ import grpc.aio
 import pytest
 
 from antiphon.domain.errors import SlowReader
-from antiphon.rpc.v1.answers.pacing import Pacing
+from antiphon.observability.call import Call
+from antiphon.rpc.client_waits import ClientWaits, Writer
 from tests.waits import client_waits
 
 
 class Reader:
-    """Context of a call whose client reads a message on request."""
+    """Call whose client reads a message on request."""
 
     def __init__(self) -> None:
         self._has_room = asyncio.Event()
@@ -48,20 +49,28 @@ class Clock:
 
 
 class Gone:
-    """Context of a call that has ended."""
+    """Call that has ended."""
 
     async def send_initial_metadata(self, metadata: Any) -> None:
         raise grpc.aio.InternalError
 
+    async def write(self, message: Any) -> None:
+        raise AssertionError("written after the call has ended")
 
-async def test_pacing_ends_each_write_whose_client_reads_nothing() -> None:
+
+def writer_of(client: Any, waits: ClientWaits) -> Writer:
+    record = Call(method="m", request_id="r", arrival_s=0.0)
+    return Writer(waits, record, client.write, lambda: client.send_initial_metadata(()))
+
+
+async def test_writer_ends_each_write_whose_client_reads_nothing() -> None:
     """The first write sets the timer; it serves later writes too."""
-    pacing = Pacing(1.0, client_waits(answer_timeout_s=0.05))
+    waits = client_waits(answer_timeout_s=0.05)
     order: list[int] = []
 
     async def write(index: int, reader: Any) -> None:
         with pytest.raises(SlowReader):
-            await pacing.writer(reader).write(b"")
+            await writer_of(reader, waits).write(b"")
         assert asyncio.current_task().cancelling() == 0  # type: ignore[union-attr]
         order.append(index)
 
@@ -73,13 +82,13 @@ async def test_pacing_ends_each_write_whose_client_reads_nothing() -> None:
     assert order == [0, 1, 2]
 
 
-async def test_pacing_limits_the_time_of_each_message_and_not_of_the_stream() -> None:
+async def test_writer_limits_the_time_of_each_message_and_not_of_the_stream() -> None:
     """Each message waits for less than the limit, and the stream for more. The test advances the clock."""
     clock = Clock()
-    pacing = Pacing(1.0, client_waits(answer_timeout_s=0.05, clock=clock))
+    waits = client_waits(answer_timeout_s=0.05, clock=clock)
     for _ in range(4):
         reader = Reader()
-        writing = asyncio.ensure_future(pacing.writer(reader).write(b""))  # type: ignore[arg-type]
+        writing = asyncio.ensure_future(writer_of(reader, waits).write(b""))
         await reader.is_written_to.wait()
         clock.now_s += 0.03
         async with asyncio.timeout(60):
@@ -88,19 +97,19 @@ async def test_pacing_limits_the_time_of_each_message_and_not_of_the_stream() ->
         await writing
 
 
-async def test_pacing_reports_no_slow_reader_when_the_call_is_cancelled() -> None:
+async def test_writer_reports_no_slow_reader_when_the_call_is_cancelled() -> None:
     """A call that ended otherwise is not reported as a slow reader if its time passes during its cleanup."""
-    pacing = Pacing(1.0, client_waits(answer_timeout_s=0.05))
+    waits = client_waits(answer_timeout_s=0.05)
     reader = Reader()
-    writing = asyncio.ensure_future(pacing.writer(reader).write(b""))  # type: ignore[arg-type]
+    writing = asyncio.ensure_future(writer_of(reader, waits).write(b""))
     await reader.is_written_to.wait()
     writing.cancel()
     with pytest.raises(asyncio.CancelledError):
         await writing
     with pytest.raises(SlowReader):  # the timer was set for the first one, and serves the second
-        await pacing.writer(reader).write(b"")  # type: ignore[arg-type]
+        await writer_of(reader, waits).write(b"")
 
 
-async def test_pacing_cancels_a_write_when_its_call_has_ended() -> None:
+async def test_writer_cancels_a_write_when_its_call_has_ended() -> None:
     with pytest.raises(asyncio.CancelledError):
-        await Pacing(1.0, client_waits()).writer(Gone()).write(b"")  # type: ignore[arg-type]
+        await writer_of(Gone(), client_waits()).write(b"")

@@ -20,15 +20,14 @@ NamesLanguages = HasOptions | pb.ScoreRequest | pb.ExplainRequest
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestLanguages:
-    """Tokens of the languages of one request.
-
-    ids: tokens for the source's template. begin_id: first decoder input; None is the model's begin token.
-    first_id: first token of the target; None if the target need not begin with a language.
-    """
+    """Tokens of the languages of one request."""
 
     ids: LanguageIds = field(default_factory=LanguageIds)
+    """Tokens for the source's template."""
     begin_id: int | None = None
+    """First decoder input; None is the model's begin token."""
     first_id: int | None = None
+    """First token of the target; None if the target need not begin with a language."""
 
     def target(self, ids: Sequence[int]) -> tuple[int, ...]:
         """Return a given target with its language first, which is not added twice."""

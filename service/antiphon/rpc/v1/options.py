@@ -1,6 +1,9 @@
-"""Reads GenerateOptions of the contract into checked domain values, and writes them with a model's defaults.
+"""Reads GenerateOptions of the contract into checked domain values, and applies a model's defaults to absent options.
 
 The kind of a control's row in `antiphon.controls.table` determines the reading of its option.
+
+The defaults come from the generation settings of the model's checkpoint. A default that conflicts with an option of the
+request is ignored: a request with a temperature gets no beam search, even if the model's default is a beam search.
 """
 
 from __future__ import annotations
@@ -8,26 +11,28 @@ from __future__ import annotations
 import enum
 import secrets
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from types import MappingProxyType
 from typing import Any
 
 from antiphon.bundle.manifest import GenerationDefaults
 from antiphon.controls.control import Control, Kind
 from antiphon.controls.table import CONTROLS, SAMPLING_CONTROLS, TEXT_CONTROLS
-from antiphon.domain.combinations import Controls
+from antiphon.domain.combinations import Controls, check_combination
 from antiphon.domain.errors import InvalidArgument
 from antiphon.domain.ranges import check_token_ids
-from antiphon.domain.request import SamplingParams
+from antiphon.domain.request import EarlyStopping, SamplingParams
 from antiphon.engine.constraints.stop_strings import check_stop_strings
-from antiphon.rpc.v1.served.model_defaults import NO_DEFAULTS, own_defaults, with_defaults
 from antiphon.v1 import inference_pb2 as pb
 
 _SEEDS_AT_ONCE = 512
 # Options that an OptionReader keeps, and the size of the largest ones: clients send few different ones.
-_MAX_KNOWN = 64
-_MAX_KNOWN_BYTES = 256
+_MAX_CACHED = 64
+_MAX_CACHED_BYTES = 256
 
 _NAMES = {control.field: control.name for control in CONTROLS}
+NO_DEFAULTS = GenerationDefaults()
 
 
 def read_options(
@@ -52,19 +57,19 @@ class OptionReader:
     def __init__(self, vocab_size: int, generation: GenerationDefaults = NO_DEFAULTS) -> None:
         self._vocab_size = vocab_size
         self._generation = generation
-        self._known: dict[bytes, Controls] = {}
+        self._cache: dict[bytes, Controls] = {}
 
     def read(self, options: pb.GenerateOptions) -> Controls:
         """Return the controls of a request, as read_options does. Raises InvalidArgument."""
         key = options.SerializeToString(deterministic=True)
-        known = self._known.get(key)
-        if known is None:
-            known = read_options(options, self._vocab_size, self._generation)
-            if not known.params.temperature and len(key) <= _MAX_KNOWN_BYTES:
-                if len(self._known) == _MAX_KNOWN:
-                    self._known.clear()
-                self._known[key] = known
-        return known
+        controls = self._cache.get(key)
+        if controls is None:
+            controls = read_options(options, self._vocab_size, self._generation)
+            if not controls.params.temperature and len(key) <= _MAX_CACHED_BYTES:
+                if len(self._cache) == _MAX_CACHED:
+                    self._cache.clear()
+                self._cache[key] = controls
+        return controls
 
 
 def as_option(error: InvalidArgument) -> InvalidArgument:
@@ -97,14 +102,14 @@ def default_options(generation: GenerationDefaults = NO_DEFAULTS) -> pb.Generate
 
 
 def _read(options: pb.GenerateOptions, vocab_size: int, generation: GenerationDefaults) -> Controls:
-    given = {field.name: _READERS.get(field.name, _as_is)(value) for field, value in options.ListFields()}
-    check_stop_strings(given.get("stop_strings", ()))
-    if "time_limit_millis" in given:
-        given["time_limit_s"] = given.pop("time_limit_millis")
-    if "seed" not in given:
-        given["seed"] = next(_seeds)
-    texts = {control.field: given.pop(control.name) for control in TEXT_CONTROLS if control.name in given}
-    controls = with_defaults(given, texts, generation)
+    fields = {field.name: _READERS.get(field.name, _as_is)(value) for field, value in options.ListFields()}
+    check_stop_strings(fields.get("stop_strings", ()))
+    if "time_limit_millis" in fields:
+        fields["time_limit_s"] = fields.pop("time_limit_millis")
+    if "seed" not in fields:
+        fields["seed"] = next(_seeds)
+    texts = {control.field: fields.pop(control.name) for control in TEXT_CONTROLS if control.name in fields}
+    controls = with_defaults(fields, texts, generation)
     check_token_ids(controls.params, vocab_size)
     return controls
 
@@ -141,11 +146,11 @@ def _choice_of(control: Control) -> Callable[[int], enum.Enum]:
     """Return a function that converts numbers of the contract's enum to members of the control's enum."""
     members: dict[int, enum.Enum] = {0: control.default}
     members |= {_number_of(control, member): member for member in type(control.default)}
-    wanted = f"one of the values of {type(control.default).__name__}"
+    allowed = f"one of the values of {type(control.default).__name__}"
 
     def read(number: int) -> enum.Enum:
         if number not in members:
-            raise InvalidArgument(control.name, number, wanted)
+            raise InvalidArgument(control.name, number, allowed)
         return members[number]
 
     return read
@@ -169,6 +174,53 @@ _READERS_OF_KINDS: dict[Kind, Callable[[Any], Any]] = {
 }
 _READERS: dict[str, Callable[[Any], Any]] = {
     "time_limit_millis": _seconds,
-    **{one.name: _READERS_OF_KINDS[one.kind] for one in CONTROLS if one.kind in _READERS_OF_KINDS},
-    **{one.name: _choice_of(one) for one in CONTROLS if one.kind is Kind.CHOICE},
+    **{control.name: _READERS_OF_KINDS[control.kind] for control in CONTROLS if control.kind in _READERS_OF_KINDS},
+    **{control.name: _choice_of(control) for control in CONTROLS if control.kind is Kind.CHOICE},
 }
+
+
+@cache
+def own_defaults(generation: GenerationDefaults) -> Mapping[str, Any]:
+    """Return the fields of SamplingParams that a model sets. Fields that others depend on come first."""
+    fields = {name: value for name, value in generation if value is not None and value != ()}
+    if "early_stopping" in fields:
+        fields["early_stopping"] = EarlyStopping[fields["early_stopping"].upper()]
+    return MappingProxyType(dict(sorted(fields.items(), key=lambda item: item[0] not in ("beam_width", "temperature"))))
+
+
+def with_defaults(sampling: Mapping[str, Any], texts: Mapping[str, Any], generation: GenerationDefaults) -> Controls:
+    """Return the controls of a request, with the defaults that do not conflict with it.
+
+    sampling: fields of SamplingParams; texts: the other fields of Controls.
+    Raises InvalidArgument if the request itself is invalid.
+    """
+    defaults = {name: value for name, value in own_defaults(generation).items() if name not in sampling}
+    if texts.get("prefix_text") is not None or texts.get("prefix_ids") is not None:
+        defaults.pop("forced_first_id", None)  # the prefix sets the target's first token
+    if defaults:
+        try:
+            return _controls({**defaults, **sampling}, texts)
+        except InvalidArgument:
+            sampling = _with_compatible_defaults(sampling, texts, defaults)
+    return _controls(sampling, texts)
+
+
+def _with_compatible_defaults(
+    sampling: Mapping[str, Any], texts: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the requested fields, and each default that does not conflict with those before it."""
+    compatible = dict(sampling)
+    for name, value in defaults.items():
+        try:
+            _controls({**compatible, name: value}, texts)
+        except InvalidArgument:
+            continue
+        compatible[name] = value
+    return compatible
+
+
+def _controls(fields: Mapping[str, Any], texts: Mapping[str, Any]) -> Controls:
+    controls = Controls(params=SamplingParams(**fields), **texts)
+    if texts.get("stop_strings") or texts.get("prefix_ids") is not None:
+        check_combination(controls)  # SamplingParams has checked the parameters already
+    return controls

@@ -6,19 +6,81 @@ generation options are in `options.py`, those of texts and ids in `inputs.py`.
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import dataclass
+
 from antiphon.domain.combinations import Controls
 from antiphon.domain.errors import InvalidArgument, InWords
-from antiphon.domain.request import Pooling, Task
+from antiphon.domain.request import Arrival, Pooling, Priority, Task
 from antiphon.domain.tasks import Embed, Generate, ReadHead, Score
 from antiphon.engine.engine import Engine
-from antiphon.rpc.v1.answers.answers import Detokenizer
-from antiphon.rpc.v1.requests.arrivals import Arrivals, Context
-from antiphon.rpc.v1.requests.inputs import HasSource, Inputs, Source
-from antiphon.rpc.v1.requests.languages import HasOptions, languages_of, source_languages
-from antiphon.rpc.v1.requests.options import OptionReader
-from antiphon.rpc.v1.requests.target_start import start_of
-from antiphon.rpc.v1.served.served_model import ServedModel
+from antiphon.rpc.context import RequestContext
+from antiphon.rpc.v1.inputs import HasSource, Inputs, Source
+from antiphon.rpc.v1.languages import HasOptions, languages_of, source_languages
+from antiphon.rpc.v1.model_info import ModelInfo
+from antiphon.rpc.v1.options import OptionReader
+from antiphon.rpc.v1.responses import Detokenizer
 from antiphon.v1 import inference_pb2 as pb
+
+EngineMessage = HasSource | pb.TagRequest
+"""Messages whose requests run on the engine."""
+
+_PRIORITIES = {
+    pb.PRIORITY_UNSPECIFIED: Priority.INTERACTIVE,
+    pb.PRIORITY_INTERACTIVE: Priority.INTERACTIVE,
+    pb.PRIORITY_BATCH: Priority.BATCH,
+}
+
+
+class Arrivals:
+    """Gives arrivals to the requests of one engine. For the event loop."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._numbers = itertools.count()
+
+    def next(self, message: EngineMessage, context: RequestContext) -> Arrival:
+        """Return the arrival of a request. Raises InvalidArgument, or QueueFull if full."""
+        priority = _PRIORITIES.get(message.priority)
+        if priority is None:
+            raise InvalidArgument("priority", message.priority, "PRIORITY_INTERACTIVE or PRIORITY_BATCH")
+        self._engine.check_room(context.caller, priority)
+        arrival_s = self._engine.clock()
+        left_s = context.remaining_s()
+        return Arrival(
+            # The number makes the id unique: clients may send the same id twice.
+            request_id=f"{context.request_id}/{next(self._numbers)}",
+            arrival_s=arrival_s,
+            deadline_s=None if left_s is None else arrival_s + left_s,
+            client=context.caller,
+            priority=priority,
+            trace_id=context.record.trace_id,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TargetStart:
+    """Source of a request that runs the decoder, and the start of its target.
+
+    A decoder-only model has no source: its prompt is the begin token and the first prefix_ids.
+    """
+
+    source_ids: tuple[int, ...]
+    begin_id: int | None
+    prefix_ids: tuple[int, ...]
+    num_prompt_ids: int = 0
+
+
+def start_of(
+    model: ModelInfo, source_ids: tuple[int, ...], prefix_ids: tuple[int, ...], begin_id: int | None
+) -> TargetStart:
+    """Return the start of a target after a source and a prefix. begin_id: None is the model's begin token."""
+    if not model.is_decoder_only:
+        return TargetStart(source_ids=source_ids, begin_id=begin_id, prefix_ids=prefix_ids)
+    first_id, *rest = source_ids
+    num_prompt_ids = len(source_ids)
+    return TargetStart(source_ids=(), begin_id=first_id, prefix_ids=(*rest, *prefix_ids), num_prompt_ids=num_prompt_ids)
+
 
 _POOLING = {
     pb.POOLING_MEAN: Pooling.MEAN,
@@ -39,7 +101,7 @@ MAX_FILLINGS = 100
 class RequestReader:
     """Reads the messages to one model. For the event loop."""
 
-    def __init__(self, model: ServedModel, engine: Engine, inputs: Inputs, arrivals: Arrivals) -> None:
+    def __init__(self, model: ModelInfo, engine: Engine, inputs: Inputs, arrivals: Arrivals) -> None:
         self._model = model
         self._options = OptionReader(model.config.vocab_size, model.generation)
         self._engine = engine
@@ -47,15 +109,15 @@ class RequestReader:
         self._arrivals = arrivals
 
     async def generate(
-        self, message: HasOptions, context: Context, *, is_streamed: bool
+        self, message: HasOptions, context: RequestContext, *, is_streamed: bool
     ) -> tuple[Generate, Detokenizer]:
         """Read a request to generate, and the detokenizer of its answer. Raises AntiphonError."""
         self._engine.check_ability(Task.GENERATE)
         arrival = self._arrivals.next(message, context)
         languages = languages_of(self._model.text, message)
         controls = self._options.read(message.options)
-        prefix_ids = await self._inputs.prefix_ids(controls, languages)
-        source_ids = (await self._inputs.source(message, languages)).ids
+        prefix_ids = await self._inputs.prefix_ids(controls, languages, caller=context.caller)
+        source_ids = (await self._inputs.source(message, languages, caller=context.caller)).ids
         detokenizer = self._detokenizer(message, controls, source_ids, prefix_ids)
         start = start_of(self._model, source_ids, prefix_ids, languages.begin_id)
         request = Generate(
@@ -71,12 +133,12 @@ class RequestReader:
         )
         return request, detokenizer
 
-    async def score(self, message: pb.ScoreRequest, context: Context) -> Score:
+    async def score(self, message: pb.ScoreRequest, context: RequestContext) -> Score:
         """Read a request to score a target. Raises AntiphonError."""
         self._engine.check_ability(Task.SCORE)
         arrival = self._arrivals.next(message, context)
         languages = languages_of(self._model.text, message)
-        source = await self._inputs.source(message, languages)
+        source = await self._inputs.source(message, languages, caller=context.caller)
         start = start_of(self._model, source.ids, (), languages.begin_id)
         return Score(
             arrival=arrival,
@@ -84,11 +146,11 @@ class RequestReader:
             begin_id=start.begin_id,
             prefix_ids=start.prefix_ids,
             num_prompt_ids=start.num_prompt_ids,
-            target_ids=await self._inputs.ended_target_ids(message, languages),
+            target_ids=await self._inputs.ended_target_ids(message, languages, caller=context.caller),
             num_alternatives=message.num_alternatives,
         )
 
-    async def embed(self, message: pb.EmbedRequest, context: Context) -> Embed:
+    async def embed(self, message: pb.EmbedRequest, context: RequestContext) -> Embed:
         """Read a request for a source's encoder states. Raises AntiphonError.
 
         Without a pooling it asks for the vector that the model declares, or for the mean if it declares none.
@@ -102,7 +164,9 @@ class RequestReader:
         arrival = self._arrivals.next(message, context)
         if declared is not None and declared.prompt and pooling is Pooling.DECLARED:
             message = _prompted(message, declared.prompt)
-        source = await self._inputs.source(message, source_languages(self._model.text, message.source_language))
+        source = await self._inputs.source(
+            message, source_languages(self._model.text, message.source_language), caller=context.caller
+        )
         return Embed(
             arrival=arrival,
             source_ids=source.ids,
@@ -111,7 +175,7 @@ class RequestReader:
             normalize=message.normalize,
         )
 
-    async def classify(self, message: pb.ClassifyRequest, context: Context) -> ReadHead:
+    async def classify(self, message: pb.ClassifyRequest, context: RequestContext) -> ReadHead:
         """Read a request for the labels of a text or a pair. Raises AntiphonError."""
         task = _CLASSIFYING.get(message.task)
         if task is None:
@@ -120,25 +184,25 @@ class RequestReader:
         if task is Task.NEXT_SENTENCE and not message.HasField("text_pair"):
             raise InvalidArgument("text_pair", None, "set if task is TASK_NEXT_SENTENCE")
         arrival = self._arrivals.next(message, context)
-        source = await self._inputs.source(message)
+        source = await self._inputs.source(message, caller=context.caller)
         return ReadHead(arrival=arrival, task=task, source_ids=source.ids, type_ids=source.type_ids, picks=(0,))
 
-    async def tag(self, message: pb.TagRequest, context: Context) -> tuple[ReadHead, Source]:
+    async def tag(self, message: pb.TagRequest, context: RequestContext) -> tuple[ReadHead, Source]:
         """Read a request for the label of every token of a text, and its source. Raises AntiphonError."""
         self._engine.check_ability(Task.TAG)
         arrival = self._arrivals.next(message, context)
-        source = await self._inputs.text_source(message.text)
+        source = await self._inputs.text_source(message.text, caller=context.caller)
         picks = tuple(range(source.first, source.first + len(source.offsets)))
         request = ReadHead(arrival=arrival, task=Task.TAG, source_ids=source.ids, type_ids=source.type_ids, picks=picks)
         return request, source
 
-    async def fill_mask(self, message: pb.FillMaskRequest, context: Context) -> ReadHead:
+    async def fill_mask(self, message: pb.FillMaskRequest, context: RequestContext) -> ReadHead:
         """Read a request for the likeliest tokens of every masked position. Raises AntiphonError."""
         self._engine.check_ability(Task.FILL_MASK)
         if message.top_k > MAX_FILLINGS:
             raise InvalidArgument("top_k", message.top_k, f"0 to {MAX_FILLINGS}")
         arrival = self._arrivals.next(message, context)
-        source = await self._inputs.source(message)
+        source = await self._inputs.source(message, caller=context.caller)
         return ReadHead(
             arrival=arrival,
             task=Task.FILL_MASK,
@@ -164,9 +228,9 @@ class RequestReader:
         mask_id = self._model.text.mask_id
         positions = tuple(position for position, token_id in enumerate(source.ids) if token_id == mask_id)
         if not positions:
-            given, token = message.WhichOneof("source") or "source", self._model.description.mask_token
-            found, allowed = InWords("without a mask token"), f"with {token}, token id {mask_id}, once at least"
-            raise InvalidArgument(given, found, allowed)
+            field, token = message.WhichOneof("source") or "source", self._model.description.mask_token
+            value, allowed = InWords("without a mask token"), f"with {token}, token id {mask_id}, once at least"
+            raise InvalidArgument(field, value, allowed)
         return positions
 
 

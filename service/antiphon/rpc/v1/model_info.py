@@ -1,14 +1,66 @@
-"""Description of a model for clients: the facts of its bundle as a message."""
+"""Facts of a loaded model: its description for clients, its tokenizer and its configuration."""
 
 from __future__ import annotations
 
-from antiphon.architecture.config import Architecture
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from antiphon.architecture.config import Architecture, ModelConfig
 from antiphon.architecture.heads import Task
-from antiphon.bundle.manifest import Bundle
-from antiphon.rpc.v1.requests.options import default_options
+from antiphon.bundle.manifest import Bundle, GenerationDefaults
+from antiphon.rpc.v1.options import NO_DEFAULTS, default_options
+from antiphon.runtime.next_token import NextTokenScorer
 from antiphon.runtime.runners import AnyRunner
+from antiphon.text.format import TextFormat
 from antiphon.text.tokenizer import Tokenizer
 from antiphon.v1 import inference_pb2 as pb
+
+
+class AttentionExplainer(Protocol):
+    """Computes attention maps, one call at a time. Blocks."""
+
+    def explain(
+        self, source_ids: Sequence[int] = (), target_ids: Sequence[int] = (), type_ids: Sequence[int] = ()
+    ) -> Mapping[str, NDArray[np.float32]]:
+        """Return the maps for the tokens that the encoder and the decoder read, end and begin token included.
+
+        By name: encoder_self [L, H, S, S], decoder_self [L, H, T, T] and cross [L, H, T, S] float32; an attention that
+        the model lacks has no entry.
+        type_ids: token types of the source; empty if all are 0. Raises Unsupported if there are too many weights.
+        """
+
+    def longest_target(self, source_len: int) -> int:
+        """Return the largest number of decoder tokens whose maps, with those of a source, are not too many."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelInfo:
+    """Facts of a model that its servicer reads."""
+
+    description: pb.Model
+    """Message that clients get."""
+    tokenizer: Tokenizer
+    text: TextFormat
+    """Conversion of texts to the model's ids."""
+    config: ModelConfig
+    explainer: AttentionExplainer | None = None
+    """Computes attention maps; None if the bundle has no graph for them."""
+    scorer: NextTokenScorer | None = None
+    """Scores next tokens; None for encoder-only models and on a GPU."""
+    read_position_tables: Callable[[], Mapping[str, NDArray[np.float32]]] | None = None
+    """Reads the learned tables of positions by name, see antiphon.bundle.position_tables; None if there are none."""
+    generation: GenerationDefaults = NO_DEFAULTS
+    """Defaults of generation options."""
+
+    @property
+    def is_decoder_only(self) -> bool:
+        """True for a decoder-only model, whose source is a prompt."""
+        return self.config.architecture == "decoder"
+
 
 _PRECISIONS = {
     "float32": pb.PRECISION_FLOAT32,
