@@ -16,7 +16,7 @@ from antiphon.observability.telemetry import Telemetry
 from antiphon.ops.cuda.driver import CudaDevice
 from antiphon.rpc.middleware import CallMiddleware
 from antiphon.rpc.standard_services import HealthServicer
-from antiphon.rpc.v1.handlers import Calls
+from antiphon.rpc.v1.handlers import Handlers
 from antiphon.rpc.v1.models import LoadedModel, Models
 from antiphon.rpc.v1.streaming import Pacing
 from antiphon.server.models.loading import Shared, load
@@ -55,7 +55,7 @@ async def serving_bundle(
     served = load(config.plans[0], shared)
     models = Models()
     models.add(served)
-    calls = Calls(models, CallMiddleware(Telemetry(shared.families), client_waits()), shared.pacing)
+    calls = Handlers(models, CallMiddleware(Telemetry(shared.families), client_waits()), shared.pacing)
     server = build_server(config, calls, HealthServicer())
     target = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     served.engine.start()

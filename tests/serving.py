@@ -23,7 +23,7 @@ from antiphon.architecture.heads import HeadConfig
 from antiphon.bundle.manifest import GenerationDefaults
 from antiphon.domain.limits import EngineLimits
 from antiphon.engine.engine import Engine
-from antiphon.observability.call import Call
+from antiphon.observability.call import CallRecord
 from antiphon.observability.metrics.engine_metrics import Metrics
 from antiphon.observability.metrics.metric_families import MetricFamilies
 from antiphon.observability.telemetry import Telemetry
@@ -31,7 +31,7 @@ from antiphon.rpc.grpc_fixes.resets import Resets
 from antiphon.rpc.middleware import CallMiddleware
 from antiphon.rpc.reloading import FileMetrics
 from antiphon.rpc.standard_services import HealthServicer, Probes
-from antiphon.rpc.v1.handlers import Calls
+from antiphon.rpc.v1.handlers import Handlers
 from antiphon.rpc.v1.inputs import LongTexts
 from antiphon.rpc.v1.model_info import AttentionExplainer, ModelInfo
 from antiphon.rpc.v1.models import LoadedModel, Models
@@ -94,12 +94,12 @@ class Serving:
     channel: grpc.aio.Channel
     runner: FakeRunner
     engine: Engine
-    calls: Calls
+    calls: Handlers
     tokenizer: Tokenizer
     registry: CollectorRegistry
     probes: Probes
     long_texts: LongTexts
-    ended: list[Call]
+    ended: list[CallRecord]
 
     async def settled(self) -> None:
         """Wait until every call has ended on the server, which is a moment later than on the client."""
@@ -179,11 +179,11 @@ async def serving(
             metrics=metrics,
         )
     )
-    ended: list[Call] = []
+    ended: list[CallRecord] = []
     telemetry = Telemetry(families, ended.append)
     access = Access(config, FileMetrics(families))
     resets = Resets(families.connections_closed.inc)
-    calls = Calls(models, CallMiddleware(telemetry, waits, call_limits(config), resets), pacing)
+    calls = Handlers(models, CallMiddleware(telemetry, waits, call_limits(config), resets), pacing)
     health_servicer = HealthServicer()
     probes = Probes(health_servicer, SERVICES)
     server = build_server(config, calls, health_servicer, access.interceptors(telemetry, waits))

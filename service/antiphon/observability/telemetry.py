@@ -6,7 +6,7 @@ import copy
 import time
 from collections.abc import Callable, Sequence
 
-from antiphon.observability.call import Call, RequestIds, Text, find_metadata
+from antiphon.observability.call import CallRecord, RequestIds, Text, find_metadata
 from antiphon.observability.metrics.metric_families import MetricFamilies
 from antiphon.observability.metrics.rpc_metrics import RpcMetrics
 from antiphon.observability.trace_context import Sampler, read_trace_parent
@@ -14,7 +14,7 @@ from antiphon.observability.trace_context import Sampler, read_trace_parent
 # Bytes that HTTP/2 adds for each metadata pair when it counts their size.
 _PAIR_BYTES = 32
 
-Sink = Callable[[Call], None]
+Sink = Callable[[CallRecord], None]
 """Receives every finished call, in the event loop: it must not block."""
 
 
@@ -47,11 +47,11 @@ class Telemetry:
         """Show the metrics of a method at zero."""
         self._metrics.expect(method)
 
-    def begin(self, method: str, metadata: Sequence[tuple[str, Text]], *, caller: str, connection: str) -> Call:
+    def begin(self, method: str, metadata: Sequence[tuple[str, Text]], *, caller: str, connection: str) -> CallRecord:
         """Begin the record of a call that arrives now. Exactly one `end` and one `left` must follow."""
         self._metrics.begun()
         request_id, traceparent = find_metadata(metadata)
-        return Call(
+        return CallRecord(
             method=method,
             request_id=self._ids.of(request_id),
             arrival_s=self._clock(),
@@ -61,10 +61,10 @@ class Telemetry:
             trace=read_trace_parent(traceparent) or (self._sampler.begin() if self._sampler else None),
         )
 
-    def begin_request(self, call: Call, method: str, request_id: str) -> Call:
+    def begin_request(self, call: CallRecord, method: str, request_id: str) -> CallRecord:
         """Begin the record of one request of a call, with the call's client and trace. Ends as a call."""
         self._metrics.begun()
-        return Call(
+        return CallRecord(
             method=method,
             request_id=request_id,
             arrival_s=self._clock(),
@@ -73,7 +73,7 @@ class Telemetry:
             trace=call.trace,
         )
 
-    def end(self, call: Call) -> None:
+    def end(self, call: CallRecord) -> None:
         """Count a finished call, and send it to the sinks once its requests have ended."""
         self._metrics.handled(call.method, call.code)
         if call.error is not None and call.is_refused:
@@ -87,6 +87,6 @@ class Telemetry:
         """Record that a call is no longer in flight: its status is written, or its client has left."""
         self._metrics.left()
 
-    def _send(self, call: Call) -> None:
+    def _send(self, call: CallRecord) -> None:
         for sink in self._sinks:
             sink(call)

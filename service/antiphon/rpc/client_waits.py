@@ -19,7 +19,7 @@ from functools import partial
 import grpc.aio
 
 from antiphon.domain.errors import AntiphonError, RequestTimeout, SlowReader, TooManyRpcs
-from antiphon.observability.call import Call
+from antiphon.observability.call import CallRecord
 from antiphon.observability.metrics.metric_families import MetricFamilies
 
 # A call that has waited for less time than this is not ended to make room: on a busy loop it may be about to continue.
@@ -274,7 +274,7 @@ class Writer:
     def __init__(
         self,
         waits: ClientWaits,
-        record: Call,
+        record: CallRecord,
         send: Callable[[bytes], Awaitable[None]],
         begin: Callable[[], Awaitable[None]] | None = None,
         backlog_bytes: Callable[[], int] | None = None,
@@ -315,7 +315,7 @@ class _Writing:
     """Message that waits for its client, in the task that writes it."""
 
     def __init__(
-        self, waits: ClientWaits, record: Call, num_bytes: int, backlog_bytes: Callable[[], int] | None
+        self, waits: ClientWaits, record: CallRecord, num_bytes: int, backlog_bytes: Callable[[], int] | None
     ) -> None:
         self._waits = waits
         self._task = asyncio.current_task()

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import grpc.aio
 
-from antiphon.observability.call import REQUEST_ID_KEY, Call
+from antiphon.observability.call import REQUEST_ID_KEY, CallRecord
 from antiphon.rpc.client_waits import ClientWaits, Writer
 
 GrpcContext = grpc.aio.ServicerContext[Any, Any]
@@ -27,7 +27,7 @@ _ALTERNATIVE, _COMMON = "x509_subject_alternative_name", "x509_common_name"
 class RequestContext:
     """Request of a client: a call, or one of the requests of a call. A cancelled request's task is cancelled."""
 
-    record: Call
+    record: CallRecord
     """Account of the request for metrics, logs and spans."""
     metadata: Metadata
     """Metadata of the call from its client."""
@@ -62,7 +62,7 @@ class RequestContext:
         return Writer(self.waits, self.record, self.send, begin, backlog_bytes)
 
     def derive(
-        self, *, record: Call | None = None, timeout_s: float | None = None, send: Send | None = None
+        self, *, record: CallRecord | None = None, timeout_s: float | None = None, send: Send | None = None
     ) -> RequestContext:
         """Return the context of one request of this call.
 

@@ -22,7 +22,7 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
 from antiphon.domain.errors import AntiphonError, InvalidArgument, InWords, MetadataTooLarge, TooManyRpcs
-from antiphon.observability.call import Call, log_request_id
+from antiphon.observability.call import CallRecord, log_request_id
 from antiphon.observability.telemetry import Telemetry
 from antiphon.rpc.client_waits import COPIES, ClientWaits, Stage, Wait
 from antiphon.rpc.context import GrpcContext, Metadata, RequestContext, caller_of
@@ -40,8 +40,8 @@ _CALLS_PER_TURN = 8
 Method = Callable[[Any, RequestContext], Awaitable[Any]]
 """Answers a request or a stream of requests: returns the answer, or writes a stream and returns None."""
 GrpcMethod = Callable[[object, GrpcContext], Awaitable[Any]]
-Trailer = Callable[[Call], tuple[str, bytes]]
-Check = Callable[[Call], None]
+Trailer = Callable[[CallRecord], tuple[str, bytes]]
+Check = Callable[[CallRecord], None]
 """Refuses a call by raising an AntiphonError."""
 
 
@@ -86,7 +86,7 @@ class ServerCall:
     """True when its request was read, or the first one of its stream."""
 
     @property
-    def record(self) -> Call:
+    def record(self) -> CallRecord:
         """Account of the call."""
         return self.context.record
 
@@ -293,7 +293,7 @@ class ErrorMiddleware:
             await abort(call.record, call.grpc, code, message, (*metadata, *self._trailers(call.record)))
         call.task.cancel()  # it may wait for something other than its client
 
-    def _trailers(self, record: Call) -> Metadata:
+    def _trailers(self, record: CallRecord) -> Metadata:
         if self.last_trailer is not None:
             record.trailers.append(self.last_trailer(record))
         return tuple(record.trailers)
@@ -371,7 +371,7 @@ class LimitMiddleware:
         self.check(call.record)
         return await handler(call)
 
-    def check(self, record: Call) -> None:
+    def check(self, record: CallRecord) -> None:
         """Raise MetadataTooLarge, or TooManyRpcs if there are too many calls and none of them waits for its client.
 
         Core itself refuses large metadata only from clients that have acknowledged its settings.
@@ -486,12 +486,12 @@ class CallMiddleware:
         finally:
             self.end_request(record)
 
-    def begin_request(self, call: Call, name: str, request_id: str) -> Call:
+    def begin_request(self, call: CallRecord, name: str, request_id: str) -> CallRecord:
         """Count one request of a call as an RPC, without a task of its own, and begin its record; see end_request."""
         self._active.enter()
         return self._telemetry.begin_request(call, name, request_id)
 
-    def end_request(self, record: Call) -> None:
+    def end_request(self, record: CallRecord) -> None:
         """Report a request that `begin_request` began. The caller has set its code."""
         self._telemetry.end(record)
         self._telemetry.left()

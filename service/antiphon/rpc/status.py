@@ -17,7 +17,7 @@ from google.rpc import error_details_pb2, status_pb2
 
 from antiphon.domain.cancellation import CancelCause
 from antiphon.domain.errors import AntiphonError, EngineFault, InvalidArgument, QueueFull, Unauthenticated
-from antiphon.observability.call import Call
+from antiphon.observability.call import CallRecord
 from antiphon.observability.logs.formats import where_of
 from antiphon.rpc.context import GrpcContext, Metadata, RequestContext
 from antiphon.rpc.grpc_fixes.core_cancel import cancel_call
@@ -125,7 +125,9 @@ def failure_of(
     return code, message, metadata
 
 
-async def abort(call: Call, context: GrpcContext, code: grpc.StatusCode, message: str, metadata: Metadata) -> None:
+async def abort(
+    call: CallRecord, context: GrpcContext, code: grpc.StatusCode, message: str, metadata: Metadata
+) -> None:
     """End an RPC with a status. Drops a message that its client does not read, and sends the status alone.
 
     Raises AbortError once the status is sent, ClientGone if nothing can be sent any more.

@@ -19,7 +19,7 @@ from typing import NoReturn, TypeVar
 
 from antiphon.rpc.background import ignore_result
 from antiphon.rpc.standard_services import Probes
-from antiphon.rpc.v1.handlers import Calls
+from antiphon.rpc.v1.handlers import Handlers
 from antiphon.server.models.control import Control
 
 log = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ class Running:
     """Parts of a running server that a shutdown needs."""
 
     control: Control
-    calls: Calls
+    calls: Handlers
     probes: Probes
 
     async def until_stopped(self, stop: Stop, grace: Grace) -> int:

@@ -20,7 +20,7 @@ from xds.service.orca.v3 import orca_pb2
 
 from antiphon.domain.errors import InvalidArgument, Status
 from antiphon.engine.engine import Engine
-from antiphon.observability.call import Call
+from antiphon.observability.call import CallRecord
 from antiphon.rpc.context import RequestContext
 from antiphon.rpc.middleware import CallMiddleware, grpc_handler, idle_stream
 from antiphon.rpc.parsing import parser
@@ -73,7 +73,7 @@ class LoadReports:
         self._calls, self._errors, self._cpu = _Average(), _Average(), _Average()
         self._packed: bytes | None = None
 
-    def trailer(self, call: Call) -> tuple[str, bytes]:
+    def trailer(self, call: CallRecord) -> tuple[str, bytes]:
         """Count an RPC that ends now, and return its trailer."""
         self._num_calls += 1
         self._num_errors += call.code in _ERRORS

@@ -29,7 +29,7 @@ from antiphon.rpc.middleware import CallLimits, CallMiddleware
 from antiphon.rpc.oip import servicer as oip
 from antiphon.rpc.oip.servicer import OpenInferenceServicer
 from antiphon.rpc.standard_services import HealthServicer, Probes, UnknownMethods, standard_handlers
-from antiphon.rpc.v1.handlers import SERVICE_NAME, Calls
+from antiphon.rpc.v1.handlers import SERVICE_NAME, Handlers
 from antiphon.rpc.v1.inputs import LongTexts
 from antiphon.rpc.v1.models import LoadedModel, Models
 from antiphon.rpc.v1.streaming import Pacing
@@ -64,7 +64,7 @@ class Parts:
     health: HealthServicer
     probes: Probes
     control: Control
-    calls: Calls
+    calls: Handlers
     waits: ClientWaits
     server: grpc.aio.Server
 
@@ -89,7 +89,7 @@ class Parts:
         resets = Resets(shared.families.connections_closed.inc)
         waits = build_waits(config, shared.families)
         middleware = CallMiddleware(telemetry, waits, call_limits(config), resets)
-        calls = Calls(control.models, middleware, shared.pacing, place)
+        calls = Handlers(control.models, middleware, shared.pacing, place)
         interceptors = access.interceptors(telemetry, waits)
         server = build_server(config, calls, servicer, interceptors, shares_port=place is not None)
         return cls(
@@ -200,7 +200,7 @@ def call_limits(config: ServerConfig) -> CallLimits:
 
 def build_server(
     config: ServerConfig,
-    calls: Calls,
+    calls: Handlers,
     health_servicer: HealthServicer,
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
     *,

@@ -25,7 +25,7 @@ from antiphon.importer.original import OriginalAnswer
 from antiphon.observability.telemetry import Telemetry
 from antiphon.rpc.middleware import CallMiddleware
 from antiphon.rpc.standard_services import HealthServicer
-from antiphon.rpc.v1.handlers import Calls
+from antiphon.rpc.v1.handlers import Handlers
 from antiphon.rpc.v1.models import Models
 from antiphon.server.models.loading import StartupError, load
 from antiphon.server.models.model_settings import ModelSettings
@@ -108,7 +108,7 @@ async def _serving(directory: Path, precision: Precision) -> AsyncIterator[Async
     served = load(config.plans[0], shared)
     models = Models()
     models.add(served)
-    calls = Calls(
+    calls = Handlers(
         models, CallMiddleware(Telemetry(shared.families), build_waits(config, shared.families)), shared.pacing
     )
     server = build_server(config, calls, HealthServicer())

@@ -9,7 +9,7 @@ import grpc.aio
 import pytest
 
 from antiphon.domain.errors import SlowReader
-from antiphon.observability.call import Call
+from antiphon.observability.call import CallRecord
 from antiphon.rpc.client_waits import ClientWaits, Writer
 from tests.waits import client_waits
 
@@ -59,7 +59,7 @@ class Gone:
 
 
 def writer_of(client: Any, waits: ClientWaits) -> Writer:
-    record = Call(method="m", request_id="r", arrival_s=0.0)
+    record = CallRecord(method="m", request_id="r", arrival_s=0.0)
     return Writer(waits, record, client.write, lambda: client.send_initial_metadata(()))
 
 

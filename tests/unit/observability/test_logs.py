@@ -13,7 +13,7 @@ import pytest
 
 from antiphon.domain.errors import InvalidArgument
 from antiphon.observability.access_log import fields_of
-from antiphon.observability.call import Call, log_request_id
+from antiphon.observability.call import CallRecord, log_request_id
 from antiphon.observability.logs.formats import configure_logging, rfc3339, where_of
 from antiphon.observability.trace_context import Sampler, TraceContext, read_trace_parent
 
@@ -30,8 +30,8 @@ def stream() -> Iterator[io.StringIO]:
     root.level, root.handlers = kept
 
 
-def call_of(method: str = "a.B/C") -> Call:
-    return Call(method=method, request_id="id-1", arrival_s=1.0, caller="ipv4:127.0.0.1")
+def call_of(method: str = "a.B/C") -> CallRecord:
+    return CallRecord(method=method, request_id="id-1", arrival_s=1.0, caller="ipv4:127.0.0.1")
 
 
 def written(stream: io.StringIO) -> str:

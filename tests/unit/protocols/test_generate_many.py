@@ -395,7 +395,7 @@ async def test_answered_requests_are_freed_without_garbage_collection() -> None:
     def left(call_id: str) -> list[object]:
         # Not isinstance, which other packages' objects answer with warnings.
         found = [one for one in gc.get_objects() if type(one) in (OpenRequest, SequenceGroup)]
-        ids = [one.call.request_id if type(one) is OpenRequest else one.request_id for one in found]
+        ids = [one.record.request_id if type(one) is OpenRequest else one.request_id for one in found]
         return [one for one in ids if one.startswith(f"{call_id}/")]
 
     async with serving() as served:

@@ -14,7 +14,7 @@ from antiphon.domain.errors import DeadlineExceeded
 from antiphon.domain.request import Request
 from antiphon.engine.engine import Engine
 from antiphon.engine.sequences.stream import OutputStream
-from antiphon.observability.call import Call
+from antiphon.observability.call import CallRecord
 from antiphon.observability.metrics.engine_metrics import Metrics
 from antiphon.observability.metrics.metric_families import MetricFamilies
 from antiphon.rpc.v1.streaming import cancelled_on_error
@@ -47,8 +47,8 @@ class Bench:
         }
 
 
-def record_of_call() -> Call:
-    return Call(method="m", request_id="r", arrival_s=0.0)
+def record_of_call() -> CallRecord:
+    return CallRecord(method="m", request_id="r", arrival_s=0.0)
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
 from antiphon.observability.background_writer import BackgroundWriter
-from antiphon.observability.call import Call
+from antiphon.observability.call import CallRecord
 from antiphon.observability.metrics.metric_families import MetricFamilies
 from antiphon.observability.spans.span_tree import SpanTree
 
@@ -39,7 +39,7 @@ class Spans:
         self._is_shut_down = False
         self._calls = BackgroundWriter("antiphon-spans", self._send, on_drop=on_drop, gather_s=_GATHER_S)
 
-    def __call__(self, call: Call) -> None:
+    def __call__(self, call: CallRecord) -> None:
         """Queue a finished call; never blocks."""
         if call.trace_id:
             self._calls.put((call, time.time() - time.monotonic()))
@@ -51,7 +51,7 @@ class Spans:
         self._is_shut_down = True
         self._exporter.shutdown()  # cancels a running export
 
-    def _send(self, batch: list[tuple[Call, float]]) -> None:
+    def _send(self, batch: list[tuple[CallRecord, float]]) -> None:
         spans = [span for call, wall_offset_s in batch for span in self._tree.spans(call, wall_offset_s)]
         is_taken = False
         try:

@@ -17,7 +17,7 @@ from opentelemetry.sdk.trace import Event, ReadableSpan
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
-from antiphon.observability.call import AdmittedRequest, Call
+from antiphon.observability.call import AdmittedRequest, CallRecord
 
 _FLAGS = TraceFlags(TraceFlags.SAMPLED)
 _SCOPE = InstrumentationScope("antiphon")
@@ -45,7 +45,7 @@ class SpanTree:
         self._resource = resource
         self._random = random.Random()
 
-    def spans(self, call: Call, wall_offset_s: float) -> Iterator[ReadableSpan]:
+    def spans(self, call: CallRecord, wall_offset_s: float) -> Iterator[ReadableSpan]:
         """Yield the RPC's span, then its parts. wall_offset_s: time since 1970 minus the server's clock."""
         assert call.trace is not None
         assert call.ended_s is not None
@@ -90,7 +90,7 @@ class SpanTree:
         )
 
 
-def parts_of(admitted: AdmittedRequest, call: Call) -> Iterator[Part]:
+def parts_of(admitted: AdmittedRequest, call: CallRecord) -> Iterator[Part]:
     """Yield the phases of a request in order, without those that it did not reach."""
     request, timing = admitted.request, admitted.timing
     assert timing is not None
@@ -123,7 +123,7 @@ def _decode_attributes(admitted: AdmittedRequest) -> Attributes:
     }
 
 
-def _rpc_attributes(call: Call) -> Attributes:
+def _rpc_attributes(call: CallRecord) -> Attributes:
     service, _, method = call.method.partition("/")
     attributes: Attributes = {
         "rpc.system": "grpc",
@@ -143,7 +143,7 @@ def _rpc_attributes(call: Call) -> Attributes:
     return attributes
 
 
-def _status(call: Call) -> Status:
+def _status(call: CallRecord) -> Status:
     """Return the span's status, without the client's message: it may quote the request."""
     if call.code not in _SERVER_ERRORS:
         return Status(StatusCode.UNSET)

@@ -17,7 +17,7 @@ from google.protobuf.duration_pb2 import Duration
 from antiphon.domain.cancellation import CancelCause
 from antiphon.domain.errors import AntiphonError, InvalidArgument, QueueFull, SlowReader
 from antiphon.domain.request import FinishReason, TokenEvent
-from antiphon.observability.call import Call, log_request_id
+from antiphon.observability.call import CallRecord, log_request_id
 from antiphon.rpc.client_waits import Writer
 from antiphon.rpc.context import RequestContext
 from antiphon.rpc.middleware import CallMiddleware
@@ -194,7 +194,7 @@ class OpenRequest:
 
     id: int
     is_whole: bool
-    record: Call
+    record: CallRecord
     """Account of this request."""
     submitted: Submitted | None = None
     """None until the engine has accepted the request."""

@@ -10,7 +10,7 @@ import grpc
 from antiphon.client.placement import WORKER_KEY
 from antiphon.domain.errors import AntiphonError
 from antiphon.domain.request import Priority
-from antiphon.observability.call import Call
+from antiphon.observability.call import CallRecord
 from antiphon.rpc.context import RequestContext
 from antiphon.rpc.middleware import CallMiddleware, Method, handlers_of
 from antiphon.rpc.v1.generate_many import Conversation
@@ -41,7 +41,7 @@ _METHODS: dict[str, Callable[[InferenceServicer, Any, RequestContext], Awaitable
 }
 
 
-class Calls:
+class Handlers:
     """RPCs of the served models, with the number of RPCs in flight."""
 
     def __init__(
@@ -69,7 +69,7 @@ class Calls:
         checks = dict.fromkeys(("Generate", "GenerateUnary"), self._check_room)
         return handlers_of(SERVICE, methods | own, self.middleware, checks)
 
-    def _check_room(self, call: Call) -> None:
+    def _check_room(self, call: CallRecord) -> None:
         """Raise QueueFull if no request of this caller could wait, whatever it is.
 
         Under overload most calls are refused, and reading their requests would take most of the time. Of several models

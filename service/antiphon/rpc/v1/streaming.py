@@ -18,7 +18,7 @@ from antiphon.domain.errors import AntiphonError, InvalidArgument, SlowReader
 from antiphon.domain.request import Request, TokenEvent
 from antiphon.engine.engine import Engine
 from antiphon.engine.sequences.stream import OutputStream
-from antiphon.observability.call import Call
+from antiphon.observability.call import CallRecord
 from antiphon.rpc.v1.options import as_option, prefix_field
 from antiphon.rpc.v1.requests import EngineMessage
 from antiphon.rpc.v1.responses import Answer
@@ -69,7 +69,7 @@ class Submission:
         self._pacing = pacing
 
     @contextlib.contextmanager
-    def stream(self, message: EngineMessage, request: Request, record: Call) -> Iterator[OutputStream]:
+    def stream(self, message: EngineMessage, request: Request, record: CallRecord) -> Iterator[OutputStream]:
         """Submit a request and read its stream within the context. An exception inside cancels the request.
 
         Raises AntiphonError if the engine refuses the request.
@@ -78,13 +78,13 @@ class Submission:
         with self._pacing.stream(), cancelled_on_error(self._engine, request, stream, record):
             yield stream
 
-    async def collect(self, message: EngineMessage, request: Request, record: Call) -> Sequence[TokenEvent]:
+    async def collect(self, message: EngineMessage, request: Request, record: CallRecord) -> Sequence[TokenEvent]:
         """Submit a request and return the last events of its outputs. Raises AntiphonError if the engine refuses it."""
         stream = self._submit(message, request)
         with cancelled_on_error(self._engine, request, stream, record):
             return await stream.collect()
 
-    def open(self, message: EngineMessage, request: Request, record: Call, answer: Answer) -> Submitted:
+    def open(self, message: EngineMessage, request: Request, record: CallRecord, answer: Answer) -> Submitted:
         """Submit a request of a call that reads its stream by `listen` and `take`, and cancels it itself.
 
         Raises AntiphonError if the engine refuses the request.
@@ -123,7 +123,7 @@ _CLOCKS_APART_S = 0.02
 
 
 @contextlib.contextmanager
-def cancelled_on_error(engine: Engine, request: Request, stream: OutputStream, record: Call) -> Iterator[None]:
+def cancelled_on_error(engine: Engine, request: Request, stream: OutputStream, record: CallRecord) -> Iterator[None]:
     """Read a submitted request's stream within the context. An exception that leaves the context cancels the request.
 
     An AntiphonError other than SlowReader does not, since it comes from the engine, which has ended the request. The
