@@ -95,8 +95,8 @@ class AccessSettings(BaseSettings):
 def contradiction(settings: AccessSettings, *, has_admin: bool) -> str | None:
     """Return a message about settings that contradict each other; None if there are none."""
     if (settings.tls_cert is None) != (settings.tls_key is None):
-        given, missing = ("tls_cert", "tls_key") if settings.tls_key is None else ("tls_key", "tls_cert")
-        return f"{given} is {getattr(settings, given)} and {missing} is unset; TLS needs both"
+        present, missing = ("tls_cert", "tls_key") if settings.tls_key is None else ("tls_key", "tls_cert")
+        return f"{present} is {getattr(settings, present)} and {missing} is unset; TLS needs both"
     for name in ("tls_client_ca", "metrics_tls"):
         if getattr(settings, name) and settings.tls_cert is None:
             return f"{name} is {getattr(settings, name)} and tls_cert is unset; it needs tls_cert and tls_key"

@@ -46,7 +46,7 @@ def ignore_result(future: asyncio.Future[_A]) -> None:
 @contextlib.asynccontextmanager
 async def running_in_background(*work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
     """Run coroutines that never end until the context exits."""
-    tasks = [asyncio.ensure_future(one) for one in work]
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in work]
     for task in tasks:
         task.add_done_callback(_report)
     try:

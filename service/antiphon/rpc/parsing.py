@@ -48,10 +48,10 @@ def parsed(parse: Parser, data: bytes) -> Message:
 
 def _explain(kind: type[Message], data: bytes) -> InvalidArgument:
     """Return an error that names the text field that is not UTF-8, nested fields included, else the whole message."""
-    found = _find_bad_text(kind.DESCRIPTOR, data)
-    if found is None:
+    bad_text = _find_bad_text(kind.DESCRIPTOR, data)
+    if bad_text is None:
         return InvalidArgument("message", data, f"a serialised {kind.DESCRIPTOR.full_name}")
-    return InvalidArgument(found[0], found[1], "valid UTF-8")
+    return InvalidArgument(*bad_text, "valid UTF-8")
 
 
 def _find_bad_text(kind: Any, data: bytes) -> tuple[str, bytes] | None:

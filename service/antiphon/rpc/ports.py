@@ -55,8 +55,9 @@ class Scrapes:
         """End connections that have lasted too long."""
         with self._changed:
             latest_s = self._clock() - self._longest_s
-            for connection in [one for one, since_s in self._since_s.items() if since_s <= latest_s]:
-                _end(connection)
+            for connection, since_s in self._since_s.items():
+                if since_s <= latest_s:
+                    _end(connection)
 
 
 def _end(connection: socket.socket) -> None:

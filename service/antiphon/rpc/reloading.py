@@ -1,6 +1,6 @@
 """Reloads files when they change, so that certificates and tokens are renewed while the server runs.
 
-Does not know their format. If a change cannot be read, it is logged and counted, and the previous value stays in use.
+If a change cannot be read, it is logged and counted, and the previous value stays in use.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class FileProblem(Exception):
 class Reloading(Generic[T]):
     """Current value of files. Thread-safe: gRPC calls from its own threads."""
 
-    def __init__(self, files: Sequence[Path], read: Callable[[], T], tell: Callable[[Result], None]) -> None:
+    def __init__(self, files: Sequence[Path], read: Callable[[], T], on_reload: Callable[[Result], None]) -> None:
         """Read the files. Raises FileProblem.
 
-        read: returns the value of all files, or raises FileProblem. tell: called with the result of every reload.
+        read: returns the value of all files, or raises FileProblem. on_reload: called with the result of every reload.
         """
         self._files = tuple(files)
         self._read = read
-        self._tell = tell
+        self._on_reload = on_reload
         self._lock = threading.Lock()
         # Taken before reading: a file that changes during the reading is read again, so half a file is never kept.
         self._state = self._look()
@@ -60,10 +60,10 @@ class Reloading(Generic[T]):
             self._value = self._read()
         except FileProblem as problem:
             log.error("%s; the previous content stays in use", problem)
-            self._tell("failed")
+            self._on_reload("failed")
         else:
             log.info("reloaded %s", names)
-            self._tell("ok")
+            self._on_reload("ok")
 
     def _look(self) -> _State:
         return tuple(_state_of(file) for file in self._files)
@@ -87,10 +87,10 @@ def is_readable_by_others(path: Path) -> bool:
 
 def _state_of(file: Path) -> tuple[int, int, int] | None:
     try:
-        found = file.stat()
+        stat = file.stat()
     except OSError:
         return None
-    return found.st_mtime_ns, found.st_ino, found.st_size
+    return stat.st_mtime_ns, stat.st_ino, stat.st_size
 
 
 class FileMetrics:

@@ -102,8 +102,8 @@ def _open_files() -> Iterator[str]:
 
 
 def _connect(host: str, port: int) -> socket.socket:
-    *others, last = _reachable(host)
-    for address in others:
+    *addresses, last = _reachable(host)
+    for address in addresses:
         with contextlib.suppress(OSError):
             return socket.create_connection((address, port), _TIMEOUT_S)
     return socket.create_connection((last, port), _TIMEOUT_S)
