@@ -27,7 +27,8 @@ from antiphon.observability.call import is_request_id
 from antiphon.observability.telemetry import Telemetry
 from antiphon.rpc.client_waits import ClientWaits
 from antiphon.rpc.context import enter_caller
-from antiphon.rpc.middleware import CallMiddleware, Endpoint, ServerCall, grpc_handler
+from antiphon.rpc.endpoints import Endpoint, ServerCall, grpc_handler
+from antiphon.rpc.middleware import CallMiddleware
 from antiphon.rpc.reloading import FileProblem, Reloading, read_bytes
 
 _MAX_FILE_BYTES = 1 << 20

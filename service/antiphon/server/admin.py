@@ -23,7 +23,8 @@ from antiphon.observability.telemetry import Telemetry
 from antiphon.rpc.background import in_background
 from antiphon.rpc.client_waits import ClientWaits
 from antiphon.rpc.context import RequestContext
-from antiphon.rpc.middleware import CallMiddleware, Method, handlers_of
+from antiphon.rpc.endpoints import Method
+from antiphon.rpc.middleware import CallMiddleware, handlers_of
 from antiphon.rpc.v1.models import LoadedModel
 from antiphon.server.listener import CLIENT_PING_OPTIONS, HANDSHAKE_OPTION, OTHER_PORT_CONNECTIONS
 from antiphon.server.models.control import Control

@@ -10,7 +10,8 @@ import grpc
 from antiphon.domain.errors import AntiphonError
 from antiphon.oip import inference_pb2 as pb
 from antiphon.rpc.context import RequestContext
-from antiphon.rpc.middleware import CallMiddleware, Method, handlers_of
+from antiphon.rpc.endpoints import Method
+from antiphon.rpc.middleware import CallMiddleware, handlers_of
 from antiphon.rpc.oip.answering import Answering
 from antiphon.rpc.oip.inference import TEXT, VERSION, TensorSpec, is_encoder, tensors_of
 from antiphon.rpc.oip.stream import Conversation

@@ -12,7 +12,8 @@ from antiphon.domain.errors import AntiphonError
 from antiphon.domain.request import Priority
 from antiphon.observability.call import CallRecord
 from antiphon.rpc.context import RequestContext
-from antiphon.rpc.middleware import CallMiddleware, Method, handlers_of
+from antiphon.rpc.endpoints import Method
+from antiphon.rpc.middleware import CallMiddleware, handlers_of
 from antiphon.rpc.v1.generate_many import Conversation
 from antiphon.rpc.v1.models import Models
 from antiphon.rpc.v1.servicer import InferenceServicer
