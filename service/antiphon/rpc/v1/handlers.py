@@ -43,7 +43,7 @@ _METHODS: dict[str, Callable[[InferenceServicer, Any, RequestContext], Awaitable
 
 
 class Handlers:
-    """RPCs of the served models, with the number of RPCs in flight."""
+    """Handlers of antiphon.v1.InferenceService for all models, within the middlewares of its port."""
 
     def __init__(
         self,
