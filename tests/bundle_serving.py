@@ -14,10 +14,11 @@ from antiphon.client import AsyncClient
 from antiphon.observability.metrics import MetricFamilies
 from antiphon.observability.telemetry import Telemetry
 from antiphon.ops.cuda.driver import CudaDevice
-from antiphon.rpc.calls.probes import HealthServicer
-from antiphon.rpc.v1.answers.pacing import Pacing
-from antiphon.rpc.v1.handlers import Calls
-from antiphon.rpc.v1.models import Models, Served
+from antiphon.rpc.middleware import CallMiddleware
+from antiphon.rpc.standard_services import HealthServicer
+from antiphon.rpc.v1.handlers import Handlers
+from antiphon.rpc.v1.models import LoadedModel, Models
+from antiphon.rpc.v1.streaming import Pacing
 from antiphon.server.models.loading import SharedResources, load
 from antiphon.server.models.memory import MemoryBudget
 from antiphon.server.service_port import build_server
@@ -31,7 +32,7 @@ class ServedBundle:
 
     client: AsyncClient
     target: str
-    served: Served
+    served: LoadedModel
     registry: CollectorRegistry
 
 
@@ -47,15 +48,15 @@ async def serving_bundle(
     registry = CollectorRegistry()
     shared = SharedResources(
         families=MetricFamilies(registry),
-        pacing=Pacing(1e6, client_waits()),
+        pacing=Pacing(1e6),
         budget=MemoryBudget(None),
         device=device,
     )
     served = load(config.plans[0], shared)
     models = Models()
     models.add(served)
-    calls = Calls(models, Telemetry(shared.families), shared.pacing)
-    server = build_server(config, calls, HealthServicer(), shared.pacing)
+    calls = Handlers(models, CallMiddleware(Telemetry(shared.families), client_waits()), shared.pacing)
+    server = build_server(config, calls, HealthServicer())
     target = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     served.engine.start()
     await server.start()

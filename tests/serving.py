@@ -23,22 +23,21 @@ from antiphon.architecture.heads import HeadConfig
 from antiphon.bundle.manifest import GenerationDefaults
 from antiphon.domain.limits import EngineLimits
 from antiphon.engine.engine import Engine
-from antiphon.observability.call import Call
+from antiphon.observability.call import CallRecord
 from antiphon.observability.engine_metrics import Metrics
 from antiphon.observability.metrics import MetricFamilies
 from antiphon.observability.telemetry import Telemetry
-from antiphon.rpc.calls.connections.resets import Resets
-from antiphon.rpc.calls.probes import HealthServicer, Probes
-from antiphon.rpc.security.file_metrics import FileMetrics
-from antiphon.rpc.v1.answers.attention_maps import AttentionExplainer
-from antiphon.rpc.v1.answers.pacing import Pacing
-from antiphon.rpc.v1.handlers import Calls
-from antiphon.rpc.v1.models import Models, Served
-from antiphon.rpc.v1.requests.long_texts import LongTexts
-from antiphon.rpc.v1.requests.options import default_options
-from antiphon.rpc.v1.served.model_defaults import NO_DEFAULTS
-from antiphon.rpc.v1.served.served_model import ServedModel
+from antiphon.rpc.grpc_fixes.resets import Resets
+from antiphon.rpc.middleware import CallMiddleware
+from antiphon.rpc.reloading import FileMetrics
+from antiphon.rpc.standard_services import HealthServicer, Probes
+from antiphon.rpc.v1.handlers import Handlers
+from antiphon.rpc.v1.inputs import LongTexts
+from antiphon.rpc.v1.model_info import AttentionExplainer, ModelInfo
+from antiphon.rpc.v1.models import LoadedModel, Models
+from antiphon.rpc.v1.options import NO_DEFAULTS, default_options
 from antiphon.rpc.v1.servicer import InferenceServicer
+from antiphon.rpc.v1.streaming import Pacing
 from antiphon.runtime.next_token import NextTokenScorer
 from antiphon.server.access import Access
 from antiphon.server.ports import close_port, open_port
@@ -95,12 +94,12 @@ class Serving:
     channel: grpc.aio.Channel
     runner: FakeRunner
     engine: Engine
-    calls: Calls
+    calls: Handlers
     tokenizer: Tokenizer
     registry: CollectorRegistry
     probes: Probes
     long_texts: LongTexts
-    ended: list[Call]
+    ended: list[CallRecord]
 
     async def settled(self) -> None:
         """Wait until every call has ended on the server, which is a moment later than on the client."""
@@ -157,7 +156,7 @@ async def serving(
         architecture=pb.ARCHITECTURE_ENCODER if heads else pb.ARCHITECTURE_ENCODER_DECODER,
         languages=sorted((text or own_text).languages),
     )
-    model = ServedModel(
+    model = ModelInfo(
         description=description,
         tokenizer=tokenizer,
         text=text or own_text,
@@ -167,11 +166,11 @@ async def serving(
         generation=generation,
     )
     waits = build_waits(config, families)
-    pacing = Pacing(max_messages_per_s, waits)
+    pacing = Pacing(max_messages_per_s)
     servicer = InferenceServicer(model, engine, pacing, long_texts)
     models = Models()
     models.add(
-        Served(
+        LoadedModel(
             name=MODEL_NAME,
             precision="float32",
             servicer=servicer,
@@ -180,13 +179,14 @@ async def serving(
             metrics=metrics,
         )
     )
-    ended: list[Call] = []
+    ended: list[CallRecord] = []
     telemetry = Telemetry(families, ended.append)
     access = Access(config, FileMetrics(families))
-    calls = Calls(models, telemetry, pacing, call_limits(config), Resets(families.connections_closed.inc))
+    resets = Resets(families.connections_closed.inc)
+    calls = Handlers(models, CallMiddleware(telemetry, waits, call_limits(config), resets), pacing)
     health_servicer = HealthServicer()
     probes = Probes(health_servicer, SERVICES)
-    server = build_server(config, calls, health_servicer, pacing, access.interceptors(telemetry, waits))
+    server = build_server(config, calls, health_servicer, access.interceptors(telemetry, waits))
     certificates = access.port_certificates()
     engine.start()
     target = f"127.0.0.1:{await open_port(server, '127.0.0.1', 0, certificates)}"

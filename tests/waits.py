@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from antiphon.rpc.calls.waits.client_waits import ClientWaits, Stage, WaitLimits
+from antiphon.rpc.client_waits import ClientWaits, Stage, WaitLimits
 
 
 def client_waits(

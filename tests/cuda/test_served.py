@@ -12,15 +12,14 @@ from antiphon.bundle.manifest import Bundle
 from antiphon.client import Generation, Options
 from antiphon.observability.metrics import MetricFamilies
 from antiphon.ops.cuda.driver import CudaDevice
-from antiphon.rpc.v1.answers.pacing import Pacing
-from antiphon.rpc.v1.models import Served
+from antiphon.rpc.v1.models import LoadedModel
+from antiphon.rpc.v1.streaming import Pacing
 from antiphon.server.models.loading import SharedResources, StartupError, load
 from antiphon.server.models.memory import MemoryBudget
 from antiphon.server.settings import ServerConfig
 from antiphon.v1 import inference_pb2 as pb
 from tests.bundle_serving import serving_bundle
 from tests.cuda.conftest import export_small
-from tests.waits import client_waits
 
 SETTINGS: dict[str, Any] = dict(precision="float32", max_num_seqs=2)
 TEXTS = ("the small word", "number 7 is here")
@@ -73,11 +72,11 @@ def load_with(
     needs_device: bool,
     registry: CollectorRegistry | None = None,
     **settings: Any,
-) -> Served:
+) -> LoadedModel:
     config = ServerConfig(bundle=bundle.path, threads=1, max_num_seqs=1, **settings)
     shared = SharedResources(
         families=MetricFamilies(registry or CollectorRegistry()),
-        pacing=Pacing(1e6, client_waits()),
+        pacing=Pacing(1e6),
         budget=MemoryBudget(None),
         device=device,
         needs_device=needs_device,

@@ -11,7 +11,7 @@ import grpc.aio
 import pytest
 from h2.settings import SettingCodes
 
-from antiphon.rpc.calls.batches import free_failed_batches
+from antiphon.rpc.grpc_fixes.batches import free_failed_batches
 from tests.abuse.raw_connection import Address, RawConnection
 
 METHOD = "test.Test/Echo"

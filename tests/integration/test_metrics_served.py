@@ -33,7 +33,7 @@ CONDITIONAL = {
 }
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 NUM_ANSWERED, NUM_STREAMED, NUM_REFUSED, NUM_LATE, NUM_CANCELLED = 5, 4, 3, 3, 4
-AT_ONCE_S = 0.02  # service/antiphon/rpc/v1/answers/reading.py allows as much between the clocks
+AT_ONCE_S = 0.02  # service/antiphon/rpc/v1/streaming.py allows as much between the clocks
 
 
 async def traffic(target: str) -> tuple[list[pb.Usage], int]:

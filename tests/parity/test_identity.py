@@ -135,7 +135,7 @@ def run_mix(
 
 def bits(event: TokenEvent) -> tuple[object, ...]:
     """Return the parts of an output that a client sees."""
-    embedding = None if event.readout is None else event.readout.values.tobytes()
+    embedding = None if event.encoder_outputs is None else event.encoder_outputs.values.tobytes()
     return event.output_index, event.token_ids, event.logprobs, event.score, event.finish_reason, embedding
 
 

@@ -19,7 +19,7 @@ from antiphon.bundle.native_stepper import run_native
 from antiphon.bundle.session import native_session
 from antiphon.cli import main as cli
 from antiphon.domain.request import SamplingParams
-from antiphon.rpc.v1.served.model_defaults import own_defaults
+from antiphon.rpc.v1.options import own_defaults
 from antiphon.runtime.native_runner import NativeRunner
 from tests.fakes import request_of
 from tests.parity.answers_together import answer

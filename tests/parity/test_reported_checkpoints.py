@@ -23,7 +23,7 @@ from antiphon.checkpoints.checkpoint import Checkpoint
 from antiphon.checkpoints.source_weights import SourceError
 from antiphon.domain.request import Request, SamplingParams
 from antiphon.importer.importer import ImportOptions, import_checkpoint, open_original
-from antiphon.rpc.v1.served.model_defaults import own_defaults
+from antiphon.rpc.v1.options import own_defaults
 from antiphon.runtime.native_runner import NativeRunner
 from antiphon.text.tokenizer import encode_sources
 from tests.fakes import changed, request_of

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders
 
 from antiphon.checkpoints.text_formats import Languages, sentencepiece_format, tokenizers_format
-from antiphon.rpc.v1.answers.answers import Detokenizer
+from antiphon.rpc.v1.responses import Detokenizer
 from antiphon.text.format import TextFormat, TokenizerError
 from antiphon.text.template import LanguageIds, fill, language_id
 from antiphon.text.tokenizer import Tokenizer, open_tokenizer

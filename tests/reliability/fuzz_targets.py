@@ -19,8 +19,8 @@ from antiphon.bundle.manifest import MANIFEST_NAME, BundleError, load_bundle
 from antiphon.domain.combinations import check_combination
 from antiphon.domain.errors import InvalidArgument
 from antiphon.engine.stop_strings import StopFilter, TokenStopMatcher
-from antiphon.rpc.calls.parsing import parser
-from antiphon.rpc.v1.requests.options import read_options
+from antiphon.rpc.parsing import parser
+from antiphon.rpc.v1.options import read_options
 from antiphon.server.settings import SHIPPED_BUNDLE
 from antiphon.text.format import Template, TextFormat
 from antiphon.text.template import LanguageIds, fill

@@ -288,7 +288,7 @@ _HEADS: dict[Task, HeadTask] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Readout:
+class EncoderOutputs:
     """Result of an encoder's pooling or head.
 
     values: for EMBED [M], with Pooling.NONE [S, M]; for a head the scores [K, O] of its outputs for each pick; for
@@ -333,7 +333,7 @@ class TokenEvent:
     timing: in the last event.
     cache_blocks: in the last event: maximum number of cache blocks that the request held at one time.
     beam_steps: in the last event: steps of the beam search, if requested.
-    readout: result of a task without a target.
+    encoder_outputs: result of a task without a target.
     """
 
     request_id: str
@@ -347,5 +347,5 @@ class TokenEvent:
     timing: Timing | None = None
     cache_blocks: int = 0
     beam_steps: tuple[BeamStep, ...] = ()
-    readout: Readout | None = field(default=None, compare=False)
+    encoder_outputs: EncoderOutputs | None = field(default=None, compare=False)
     error: Exception | None = field(default=None, compare=False)

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from antiphon.domain.cancellation import CancelCause, Cancellations
 from antiphon.domain.errors import AntiphonError, DeadlineExceeded, EngineFault
 from antiphon.domain.limits import EngineLimits
-from antiphon.domain.request import ANSWERED, FinishReason, Readout, TokenEvent
+from antiphon.domain.request import ANSWERED, EncoderOutputs, FinishReason, TokenEvent
 from antiphon.engine.batch import RunningRows
 from antiphon.engine.beam_search import BeamRows
 from antiphon.engine.kv_cache import BlockPool, KVCache, may_run_short
@@ -354,7 +354,7 @@ class Stepper:
             if group.request_id in readouts:
                 self._finish_encoded(group, readouts[group.request_id])
 
-    def _run_encoder(self, groups: tuple[SequenceGroup, ...]) -> tuple[EncodeReport, dict[str, Readout]]:
+    def _run_encoder(self, groups: tuple[SequenceGroup, ...]) -> tuple[EncodeReport, dict[str, EncoderOutputs]]:
         """Encode the groups' sources together. Return the cost, and the requested encoder outputs by request id."""
         runner = self._runner
         requests = [group.request for group in groups]
@@ -452,10 +452,10 @@ class Stepper:
         group.sequences = group.starting = ()
         group.pending = []
 
-    def _finish_encoded(self, group: SequenceGroup, readout: Readout) -> None:
+    def _finish_encoded(self, group: SequenceGroup, outputs: EncoderOutputs) -> None:
         """End a group that needs only outputs of its encoded source."""
         reason = FinishReason.STOP
-        event = TokenEvent(request_id=group.request_id, finish_reason=reason, is_last=True, readout=readout)
+        event = TokenEvent(request_id=group.request_id, finish_reason=reason, is_last=True, encoder_outputs=outputs)
         self._finish(group, reason, [event])
 
     def _finish_output(self, ended: EndedOutput) -> None:

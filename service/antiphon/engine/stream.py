@@ -314,7 +314,7 @@ def _resolve(arrival: asyncio.Future[None]) -> None:
 def _bytes_of(event: TokenEvent) -> int:
     """Return the memory of what a terminal event reports, as objects; its other parts are small."""
     num_beams = sum(len(step.live) + len(step.finished) for step in event.beam_steps)
-    readout_bytes = 0 if event.readout is None else event.readout.values.nbytes
+    readout_bytes = 0 if event.encoder_outputs is None else event.encoder_outputs.values.nbytes
     return bytes_of_logprobs(event.logprobs) + _BEAM_BYTES * num_beams + readout_bytes
 
 

@@ -10,7 +10,7 @@ import time
 
 from antiphon.domain.errors import InvalidArgument
 from antiphon.observability.background_writer import BackgroundWriter
-from antiphon.observability.call import AdmittedRequest, Call
+from antiphon.observability.call import AdmittedRequest, CallRecord
 from antiphon.observability.metrics import MetricFamilies
 
 log = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ class AccessLog:
         on_drop = families.log_lines_dropped.inc
         self._calls = BackgroundWriter("antiphon-access-log", _write, on_drop=on_drop, gather_s=_GATHER_S)
 
-    def __call__(self, call: Call) -> None:
+    def __call__(self, call: CallRecord) -> None:
         """Queue a finished call; never blocks."""
         if (self._is_for_all or call.code != "OK") and log.isEnabledFor(logging.INFO):
             self._calls.put((call, time.time()))
@@ -40,7 +40,7 @@ class AccessLog:
         self._calls.close(timeout_s)
 
 
-def _write(batch: list[tuple[Call, float]]) -> None:
+def _write(batch: list[tuple[CallRecord, float]]) -> None:
     for call, ended_s in batch:
         record = logging.LogRecord(log.name, logging.INFO, __file__, 0, "rpc", None, None)
         record.created = ended_s
@@ -48,7 +48,7 @@ def _write(batch: list[tuple[Call, float]]) -> None:
         log.handle(record)
 
 
-def fields_of(call: Call) -> dict[str, object]:
+def fields_of(call: CallRecord) -> dict[str, object]:
     """Return the fields of a finished call in order of time; docs/OBSERVABILITY.md explains each field."""
     fields: dict[str, object] = {"method": call.method, "status": call.code, "request_id": call.request_id}
     if call.trace is not None:

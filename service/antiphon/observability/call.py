@@ -1,7 +1,7 @@
 """Record of one RPC: its request id, its requests to engines, and its status. No text and no tokens.
 
 The record is filled while the call runs, in the event loop only. `telemetry.py` reports it to metrics, logs and spans
-at the end. The current call is a context variable, because every RPC runs in its own task.
+at the end. Only log lines take the request id from a context variable: any code may write them.
 """
 
 from __future__ import annotations
@@ -38,50 +38,51 @@ class Events(Protocol):
 
 @dataclass(slots=True, eq=False)
 class AdmittedRequest:
-    """Request of a call that an engine admitted, and its stream.
-
-    is_over: its last event has arrived. timing, num_generated: copied from that event, which may hold megabytes.
-    """
+    """Request of a call that an engine admitted, and its stream."""
 
     request: Request
     stream: Events
     finish_reasons: list[FinishReason] = field(default_factory=list)
     is_over: bool = False
+    """True once its last event has arrived."""
     timing: Timing | None = None
+    """Copied from the last event, which may hold megabytes, as is num_generated."""
     num_generated: int = 0
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Call:
-    """RPC in flight.
-
-    method: `package.Service/Method`. trace: its trace, or None. arrival_s, ended_s: times of the server's clock.
-    caller: name of the client, as `caller.py` gives it. connection: address of the client's end.
-    num_metadata_bytes: size of the client's metadata, as HTTP/2 counts it.
-    model_name, metrics: model that it was routed to; "" and None before.
-    trailers: trailing metadata, sent on success and on failure, the request id first.
-    num_messages: messages written to its stream. num_unsent_bytes: size of the message that is being written.
-    code: name of the final gRPC status.
-    error: error that the client received instead of an answer.
-    """
+class CallRecord:
+    """Account of an RPC, or of one request of an RPC with many."""
 
     method: str
+    """`package.Service/Method`."""
     request_id: str
     arrival_s: float
+    """Time of the server's clock."""
     caller: str = ""
+    """Name of the client, by which clients share the server."""
     connection: str = ""
+    """Address of the client's end."""
     num_metadata_bytes: int = 0
+    """Size of the client's metadata, as HTTP/2 counts it."""
     trace: TraceContext | None = None
     model_name: str = ""
+    """Model that it was routed to; "" before."""
     metrics: Metrics | None = None
+    """Metrics of that model."""
     trailers: list[tuple[str, Text]] = field(init=False)
+    """Trailing metadata, sent on success and on failure, the request id first."""
     requests: list[AdmittedRequest] = field(default_factory=list)
     code: str = ""
+    """Name of the final gRPC status."""
     error: AntiphonError | None = None
+    """Error that the client received instead of an answer."""
     ended_s: float | None = None
     num_messages: int = 0
+    """Messages written to its stream."""
     num_unsent_bytes: int = 0
-    _on_settled: Callable[[Call], None] | None = None
+    """Size of the message that is being written."""
+    _on_settled: Callable[[CallRecord], None] | None = None
 
     def __post_init__(self) -> None:
         self.trailers = [(REQUEST_ID_KEY, self.request_id)]
@@ -120,7 +121,7 @@ class Call:
         """True when it failed before an engine admitted a request of it."""
         return self.error is not None and not self.requests
 
-    def end(self, ended_s: float, on_settled: Callable[[Call], None]) -> None:
+    def end(self, ended_s: float, on_settled: Callable[[CallRecord], None]) -> None:
         """Record the end of the RPC. on_settled is called when its requests have ended too, perhaps a step later."""
         self.ended_s = ended_s
         self._on_settled = on_settled
@@ -132,11 +133,8 @@ class Call:
             on_settled(self)
 
 
-_current: ContextVar[Call | None] = ContextVar("antiphon_call", default=None)
-enter_call = _current.set
-"""Make a call the current one of this task, and of the tasks and threads that it starts."""
-current_call = _current.get
-"""Return the current call, None outside of calls."""
+log_request_id: ContextVar[str] = ContextVar("antiphon_request_id", default="")
+"""Request id in the log lines of this task, and of the tasks and threads that it starts; "" outside of calls."""
 
 
 class RequestIds:
@@ -146,10 +144,10 @@ class RequestIds:
         self._prefix = secrets.token_hex(4)
         self._numbers = itertools.count(1)
 
-    def of(self, given: Text | None) -> str:
-        """Return the id of a call whose client sent `given` as x-request-id."""
-        if isinstance(given, str) and is_request_id(given):
-            return given
+    def of(self, sent: Text | None) -> str:
+        """Return the id of a call whose client sent this x-request-id."""
+        if isinstance(sent, str) and is_request_id(sent):
+            return sent
         return f"{self._prefix}-{next(self._numbers):x}"
 
 

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from typing import TextIO
 
-from antiphon.observability.call import current_call
+from antiphon.observability.call import log_request_id
 
 # Maximum number of lines that wait for a slow reader: some megabytes, several seconds of the busiest log.
 MAX_PENDING_LINES = 10_000
@@ -94,8 +94,8 @@ class _FieldsFormatter(logging.Formatter):
         fields: dict[str, object] = record.__dict__.get("fields", {})
         if self._of_process:
             fields = fields | self._of_process
-        if "request_id" not in fields and (call := current_call()) is not None:
-            fields = fields | {"request_id": call.request_id}
+        if "request_id" not in fields and (request_id := log_request_id.get()):
+            fields = fields | {"request_id": request_id}
         if record.exc_info and record.exc_info[1] is not None:
             shown = "".join(traceback.format_exception(record.exc_info[1])).rstrip()
             fields = fields | {"exception": shown}

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
-import grpc.aio
 from prometheus_client import Counter
 
-from antiphon.domain.caller import caller_of
 from antiphon.domain.errors import Status, refusal_reasons
-from antiphon.observability.call import Call, RequestIds, find_metadata
+from antiphon.observability.call import CallRecord, RequestIds, Text, find_metadata
 from antiphon.observability.metrics import MetricFamilies
 from antiphon.observability.trace_context import Sampler, read_trace_parent
 
 # Bytes that HTTP/2 adds for each metadata pair when it counts their size.
 _PAIR_BYTES = 32
 
-Context = grpc.aio.ServicerContext[Any, Any]
-Sink = Callable[[Call], None]
+Sink = Callable[[CallRecord], None]
 """Receives every finished call, in the event loop: it must not block."""
 
 
@@ -53,25 +49,24 @@ class Telemetry:
         """Show the metrics of a method at zero."""
         self._metrics.expect(method)
 
-    def begin(self, method: str, context: Context) -> Call:
+    def begin(self, method: str, metadata: Sequence[tuple[str, Text]], *, caller: str, connection: str) -> CallRecord:
         """Begin the record of a call that arrives now. Exactly one `end` and one `left` must follow."""
         self._metrics.begun()
-        metadata = context.invocation_metadata() or ()
         request_id, traceparent = find_metadata(metadata)
-        return Call(
+        return CallRecord(
             method=method,
             request_id=self._ids.of(request_id),
             arrival_s=self._clock(),
-            caller=caller_of(context),
-            connection=context.peer(),
+            caller=caller,
+            connection=connection,
             num_metadata_bytes=sum(len(key) + len(value) + _PAIR_BYTES for key, value in metadata),
             trace=read_trace_parent(traceparent) or (self._sampler.begin() if self._sampler else None),
         )
 
-    def begin_request(self, call: Call, method: str, request_id: str) -> Call:
+    def begin_request(self, call: CallRecord, method: str, request_id: str) -> CallRecord:
         """Begin the record of one request of a call, with the call's client and trace. Ends as a call."""
         self._metrics.begun()
-        return Call(
+        return CallRecord(
             method=method,
             request_id=request_id,
             arrival_s=self._clock(),
@@ -80,7 +75,7 @@ class Telemetry:
             trace=call.trace,
         )
 
-    def end(self, call: Call) -> None:
+    def end(self, call: CallRecord) -> None:
         """Count a finished call, and send it to the sinks once its requests have ended."""
         self._metrics.handled(call.method, call.code)
         if call.error is not None and call.is_refused:
@@ -94,7 +89,7 @@ class Telemetry:
         """Record that a call is no longer in flight: its status is written, or its client has left."""
         self._metrics.left()
 
-    def _send(self, call: Call) -> None:
+    def _send(self, call: CallRecord) -> None:
         for sink in self._sinks:
             sink(call)
 

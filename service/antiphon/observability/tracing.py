@@ -25,7 +25,7 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
 from antiphon.observability.background_writer import BackgroundWriter
-from antiphon.observability.call import AdmittedRequest, Call
+from antiphon.observability.call import AdmittedRequest, CallRecord
 from antiphon.observability.metrics import MetricFamilies
 
 log = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class Spans:
         self._is_shut_down = False
         self._calls = BackgroundWriter("antiphon-spans", self._send, on_drop=on_drop, gather_s=_GATHER_S)
 
-    def __call__(self, call: Call) -> None:
+    def __call__(self, call: CallRecord) -> None:
         """Queue a finished call; never blocks."""
         if call.trace_id:
             self._calls.put((call, time.time() - time.monotonic()))
@@ -66,7 +66,7 @@ class Spans:
         self._is_shut_down = True
         self._exporter.shutdown()  # cancels a running export
 
-    def _send(self, batch: list[tuple[Call, float]]) -> None:
+    def _send(self, batch: list[tuple[CallRecord, float]]) -> None:
         spans = [span for call, wall_offset_s in batch for span in self._tree.spans(call, wall_offset_s)]
         is_taken = False
         try:
@@ -111,7 +111,7 @@ class SpanTree:
         self._resource = resource
         self._random = random.Random()
 
-    def spans(self, call: Call, wall_offset_s: float) -> Iterator[ReadableSpan]:
+    def spans(self, call: CallRecord, wall_offset_s: float) -> Iterator[ReadableSpan]:
         """Yield the RPC's span, then its parts. wall_offset_s: time since 1970 minus the server's clock."""
         assert call.trace is not None
         assert call.ended_s is not None
@@ -156,7 +156,7 @@ class SpanTree:
         )
 
 
-def parts_of(admitted: AdmittedRequest, call: Call) -> Iterator[Part]:
+def parts_of(admitted: AdmittedRequest, call: CallRecord) -> Iterator[Part]:
     """Yield the phases of a request in order, without those that it did not reach."""
     request, timing = admitted.request, admitted.timing
     assert timing is not None
@@ -189,7 +189,7 @@ def _decode_attributes(admitted: AdmittedRequest) -> Attributes:
     }
 
 
-def _rpc_attributes(call: Call) -> Attributes:
+def _rpc_attributes(call: CallRecord) -> Attributes:
     service, _, method = call.method.partition("/")
     attributes: Attributes = {
         "rpc.system": "grpc",
@@ -209,7 +209,7 @@ def _rpc_attributes(call: Call) -> Attributes:
     return attributes
 
 
-def _status(call: Call) -> Status:
+def _status(call: CallRecord) -> Status:
     """Return the span's status, without the client's message: it may quote the request."""
     if call.code not in _SERVER_ERRORS:
         return Status(StatusCode.UNSET)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from antiphon.architecture.heads import Pooling as HeadPooling
 from antiphon.architecture.heads import Task as HeadTask
-from antiphon.domain.request import Pooling, Readout, Request, Task
+from antiphon.domain.request import EncoderOutputs, Pooling, Request, Task
 from antiphon.ops.readout import finished, normalized, pool, scores_of
 from antiphon.runtime.runner import Runner
 
@@ -33,13 +33,13 @@ _Place = tuple[Request, int]
 """A request, and a row of the encoder output that its head reads."""
 
 
-def read_out(requests: Sequence[Request], memory: NDArray[np.float32], runner: Runner) -> dict[str, Readout]:
+def read_out(requests: Sequence[Request], memory: NDArray[np.float32], runner: Runner) -> dict[str, EncoderOutputs]:
     """Return the results of requests without a target, by request id.
 
     memory [N, M]: the encoder output of every request's source, one after the other.
     Raises ValueError if a head's outputs are not finite, and the errors of the runner.
     """
-    found: dict[str, Readout] = {}
+    found: dict[str, EncoderOutputs] = {}
     places: dict[HeadTask, list[_Place]] = {}
     declared: list[tuple[Request, NDArray[np.float64]]] = []
     first = 0
@@ -67,24 +67,26 @@ def top_of(scores: NDArray[np.float64], count: int) -> tuple[NDArray[np.int64], 
     return ids, np.take_along_axis(scores, ids, axis=1)
 
 
-def _vector(states: NDArray[np.float32], request: Request) -> Readout:
+def _vector(states: NDArray[np.float32], request: Request) -> EncoderOutputs:
     """Return states [S, M] as the vectors that an Embed asks for: [M], or [S, M] without pooling."""
     pooling = _POOLINGS.get(request.pooling)
     values = states.astype(np.float64) if pooling is None else pool(states, (pooling,))
-    return Readout((normalized(values) if request.normalize else values).astype(np.float32))
+    return EncoderOutputs((normalized(values) if request.normalize else values).astype(np.float32))
 
 
-def _embed(pooled: Sequence[tuple[Request, NDArray[np.float64]]], runner: Runner) -> dict[str, Readout]:
+def _embed(pooled: Sequence[tuple[Request, NDArray[np.float64]]], runner: Runner) -> dict[str, EncoderOutputs]:
     """Return the declared embeddings of requests, each given with the poolings of its states, by request id."""
     if not pooled or runner.embedding is None:
         return {}
     vectors = np.stack([vector for _, vector in pooled])
     if "embed" in runner.heads:
         vectors = _finite("embed", runner.run_head("embed", vectors.astype(np.float32))).astype(np.float64)
-    found: dict[str, Readout] = {}
+    found: dict[str, EncoderOutputs] = {}
     for (request, _), vector in zip(pooled, vectors, strict=True):
         values = finished(vector, runner.embedding)
-        found[request.request_id] = Readout((normalized(values) if request.normalize else values).astype(np.float32))
+        found[request.request_id] = EncoderOutputs(
+            (normalized(values) if request.normalize else values).astype(np.float32)
+        )
     return found
 
 
@@ -97,8 +99,8 @@ def _finite(task: HeadTask, outputs: NDArray[np.float32]) -> NDArray[np.float32]
 
 def _read_head(
     task: HeadTask, places: Sequence[_Place], memory: NDArray[np.float32], runner: Runner
-) -> dict[str, Readout]:
-    parts: dict[str, list[Readout]] = {}
+) -> dict[str, EncoderOutputs]:
+    parts: dict[str, list[EncoderOutputs]] = {}
     for chosen in _passes(places, runner.vocab_size):
         outputs = _finite(task, runner.run_head(task, memory[[row for _, row in chosen]]))
         for request, rows in _by_request(chosen):
@@ -123,21 +125,21 @@ def _by_request(places: Sequence[_Place]) -> Iterator[tuple[Request, slice]]:
             first = index
 
 
-def _reduced(request: Request, outputs: NDArray[np.float32], runner: Runner) -> Readout:
+def _reduced(request: Request, outputs: NDArray[np.float32], runner: Runner) -> EncoderOutputs:
     """Return one request's result from a head's outputs [K, O]."""
     assert request.head is not None
     if request.task is Task.EMBED:
         return _vector(outputs, request)
     scores = scores_of(outputs, runner.heads[request.head].scores)
     if request.task is not Task.FILL_MASK:
-        return Readout(scores.astype(np.float32))
+        return EncoderOutputs(scores.astype(np.float32))
     ids, best = top_of(scores, request.num_fillings)
-    return Readout(best.astype(np.float32), ids)
+    return EncoderOutputs(best.astype(np.float32), ids)
 
 
-def _joined(parts: Sequence[Readout]) -> Readout:
+def _joined(parts: Sequence[EncoderOutputs]) -> EncoderOutputs:
     if len(parts) == 1:
         return parts[0]
     ids = [part.token_ids for part in parts if part.token_ids is not None]
     values = np.concatenate([part.values for part in parts])
-    return Readout(values, np.concatenate(ids) if ids else None)
+    return EncoderOutputs(values, np.concatenate(ids) if ids else None)

@@ -14,13 +14,11 @@ from pathlib import Path
 import grpc.aio
 
 from antiphon.observability.telemetry import Telemetry
-from antiphon.rpc.calls.waits.client_waits import ClientWaits
-from antiphon.rpc.security.file_metrics import FileMetrics
-from antiphon.rpc.security.gate import Gate
-from antiphon.rpc.security.port_certificates import PortCertificates
-from antiphon.rpc.security.reload import Reloading, is_readable_by_others
-from antiphon.rpc.security.tls import Certificates, TlsFiles, read_certificates
-from antiphon.rpc.security.tokens import Token, read_tokens
+from antiphon.rpc.auth import Gate, Token, read_tokens
+from antiphon.rpc.client_waits import ClientWaits
+from antiphon.rpc.grpc_fixes.port_certificates import PortCertificates
+from antiphon.rpc.reloading import FileMetrics, Reloading, is_readable_by_others
+from antiphon.rpc.tls import Certificates, TlsFiles, read_certificates
 from antiphon.server.settings import ServerConfig
 
 log = logging.getLogger(__name__)

@@ -21,11 +21,11 @@ from pydantic import TypeAdapter, ValidationError
 
 from antiphon.domain.errors import BadBundle, InvalidArgument
 from antiphon.observability.telemetry import Telemetry
-from antiphon.rpc.calls.background import in_background
-from antiphon.rpc.calls.method_handlers import handlers_of
-from antiphon.rpc.calls.rpc import InFlight, Method
-from antiphon.rpc.calls.waits.client_waits import ClientWaits
-from antiphon.rpc.v1.models import Served
+from antiphon.rpc.background import in_background
+from antiphon.rpc.client_waits import ClientWaits
+from antiphon.rpc.endpoints import Method
+from antiphon.rpc.middleware import CallMiddleware, handlers_of
+from antiphon.rpc.v1.models import LoadedModel
 from antiphon.server.access import Access
 from antiphon.server.models.control import Control
 from antiphon.server.models.memory import MemoryBudget
@@ -121,7 +121,7 @@ def build_admin_server(
         "GetMemory": servicer.get_memory,
         "GetCache": servicer.get_cache,
     }
-    server.add_generic_rpc_handlers((handlers_of(SERVICE, methods, InFlight(telemetry, waits)),))
+    server.add_generic_rpc_handlers((handlers_of(SERVICE, methods, CallMiddleware(telemetry, waits)),))
     channelz.add_channelz_servicer(server)
     reflection.enable_server_reflection((SERVICE.full_name, CHANNELZ_NAME, reflection.SERVICE_NAME), server)
     return server
@@ -140,7 +140,7 @@ async def admin_port(
         yield port
 
 
-def _cache_use(served: Served) -> pb.CacheUse:
+def _cache_use(served: LoadedModel) -> pb.CacheUse:
     """Return the use of one model's cache. Blocks while its engine changes its state: not for an event loop."""
     engine = served.engine
     holders = [

@@ -19,13 +19,15 @@ from antiphon.observability.metrics import MetricFamilies, add_process_metrics
 from antiphon.observability.telemetry import Telemetry
 from antiphon.observability.trace_context import Sampler
 from antiphon.ops.cuda.driver import CudaDevice
-from antiphon.rpc.calls.background import in_background
-from antiphon.rpc.calls.connections.resets import Resets
-from antiphon.rpc.calls.probes import HealthServicer, Probes
-from antiphon.rpc.v1.answers.pacing import Pacing
-from antiphon.rpc.v1.handlers import Calls
-from antiphon.rpc.v1.models import Models, Served
-from antiphon.rpc.v1.requests.long_texts import LongTexts
+from antiphon.rpc.background import in_background
+from antiphon.rpc.client_waits import ClientWaits
+from antiphon.rpc.grpc_fixes.resets import Resets
+from antiphon.rpc.middleware import CallMiddleware
+from antiphon.rpc.standard_services import HealthServicer, Probes
+from antiphon.rpc.v1.handlers import Handlers
+from antiphon.rpc.v1.inputs import LongTexts
+from antiphon.rpc.v1.models import LoadedModel, Models
+from antiphon.rpc.v1.streaming import Pacing
 from antiphon.runtime.cuda.open_device import DeviceError, open_device
 from antiphon.server.access import Access
 from antiphon.server.lifecycle import Grace, Stop, until_stopped
@@ -54,7 +56,8 @@ class App:
     health: HealthServicer
     probes: Probes
     control: Control
-    calls: Calls
+    calls: Handlers
+    waits: ClientWaits
     server: grpc.aio.Server
     """Server of the service port, not yet bound to it."""
 
@@ -78,11 +81,11 @@ class App:
         await probes.start()
         control = Control(Models(), resources, probes.announce)
         resets = Resets(resources.families.connections_closed.inc)
-        calls = Calls(control.models, telemetry, resources.pacing, call_limits(config), resets, worker_label)
-        interceptors = access.interceptors(telemetry, resources.pacing.waits)
-        server = build_server(
-            config, calls, servicer, resources.pacing, interceptors, shares_port=worker_label is not None
-        )
+        waits = build_waits(config, resources.families)
+        middleware = CallMiddleware(telemetry, waits, call_limits(config), resets)
+        calls = Handlers(control.models, middleware, resources.pacing, worker_label)
+        interceptors = access.interceptors(telemetry, waits)
+        server = build_server(config, calls, servicer, interceptors, shares_port=worker_label is not None)
         return cls(
             config=config,
             resources=resources,
@@ -90,10 +93,11 @@ class App:
             probes=probes,
             control=control,
             calls=calls,
+            waits=waits,
             server=server,
         )
 
-    async def load(self, stop: Stop) -> list[Served] | None:
+    async def load(self, stop: Stop) -> list[LoadedModel] | None:
         """Load and serve every configured model. Returns None as soon as the process is asked to stop.
 
         Raises StartupError or OverBudget.
@@ -144,10 +148,9 @@ def shared_resources(config: ServerConfig, registry: CollectorRegistry, *, num_w
         families.set_budget(config.memory_limit_bytes)
     if (machine_bytes := memory_bytes()) is not None:
         families.set_machine(machine_bytes)
-    waits = build_waits(config, families)
     return SharedResources(
         families=families,
-        pacing=Pacing(config.max_stream_messages_per_s / num_workers, waits),
+        pacing=Pacing(config.max_stream_messages_per_s / num_workers),
         # One caller may have half of it, which is enough for all texts of one message.
         long_texts=LongTexts(2 * max(config.max_message_bytes, config.max_text_bytes)),
         budget=MemoryBudget(config.memory_limit_bytes),

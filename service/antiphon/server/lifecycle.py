@@ -16,9 +16,9 @@ from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import NoReturn, TypeVar
 
-from antiphon.rpc.calls.background import ignore_result
-from antiphon.rpc.calls.probes import Probes
-from antiphon.rpc.v1.handlers import Calls
+from antiphon.rpc.background import ignore_result
+from antiphon.rpc.standard_services import Probes
+from antiphon.rpc.v1.handlers import Handlers
 from antiphon.server.models.control import Control
 
 log = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ class Grace:
     """Time after that, in which new requests are refused, and running and waiting ones finish."""
 
 
-async def until_stopped(stop: Stop, grace: Grace, control: Control, calls: Calls, probes: Probes) -> int:
+async def until_stopped(stop: Stop, grace: Grace, control: Control, calls: Handlers, probes: Probes) -> int:
     """Serve until asked to stop or an engine is lost, then drain with open ports. Return the exit code."""
     is_asked = await _until_asked_or_lost(stop, control)
     await probes.leave()
@@ -100,7 +100,7 @@ async def _until_asked_or_lost(stop: Stop, control: Control) -> bool:
     return False
 
 
-async def _drain(grace_s: float, control: Control, calls: Calls) -> None:
+async def _drain(grace_s: float, control: Control, calls: Handlers) -> None:
     """Finish running requests and refuse new ones. The port stays open, so that clients receive the refusals."""
     has_finished = await control.drain(grace_s)
     with contextlib.suppress(TimeoutError):

@@ -18,11 +18,11 @@ from xds.service.orca.v3 import orca_pb2
 
 from antiphon.domain.errors import InvalidArgument, Status
 from antiphon.engine.engine import Engine
-from antiphon.observability.call import Call
-from antiphon.observability.telemetry import Context
-from antiphon.rpc.calls.method_handlers import handler
-from antiphon.rpc.calls.parsing import parser
-from antiphon.rpc.calls.rpc import InFlight
+from antiphon.observability.call import CallRecord
+from antiphon.rpc.context import RequestContext
+from antiphon.rpc.endpoints import grpc_handler, idle_stream
+from antiphon.rpc.middleware import CallMiddleware
+from antiphon.rpc.parsing import parser
 from antiphon.rpc.v1.models import Models
 from antiphon.server.machine import ResidentMemory, memory_bytes, usable_cores
 
@@ -71,7 +71,7 @@ class LoadReports:
         self._calls, self._errors, self._cpu = _Average(), _Average(), _Average()
         self._packed: bytes | None = None
 
-    def trailer(self, call: Call) -> tuple[str, bytes]:
+    def trailer(self, call: CallRecord) -> tuple[str, bytes]:
         """Count an RPC that ends now, and return its trailer."""
         self._num_calls += 1
         self._num_errors += call.code in _ERRORS
@@ -120,20 +120,20 @@ class LoadServicer:
         self._reports = reports
         self._min_interval_s = min_interval_s
 
-    def handler(self, in_flight: InFlight) -> grpc.GenericRpcHandler:
+    def handler(self, middleware: CallMiddleware) -> grpc.GenericRpcHandler:
         """Return the handlers of the service, for `add_generic_rpc_handlers`. A drain does not wait for its RPCs."""
         name = "StreamCoreMetrics"
         parse = parser(GetMessageClass(SERVICE.methods_by_name[name].input_type))
-        guarded = in_flight.apart().guard_open(f"{SERVICE_NAME}/{name}", self.stream_core_metrics, parse)
-        return grpc.method_handlers_generic_handler(SERVICE_NAME, {name: handler(guarded, is_streaming=True)})
+        guarded = middleware.apart().guard(f"{SERVICE_NAME}/{name}", idle_stream(self.stream_core_metrics, parse))
+        return grpc.method_handlers_generic_handler(SERVICE_NAME, {name: grpc_handler(guarded, is_streaming=True)})
 
-    async def stream_core_metrics(self, message: orca_pb2.OrcaLoadReportRequest, context: Context) -> None:
+    async def stream_core_metrics(self, message: orca_pb2.OrcaLoadReportRequest, context: RequestContext) -> None:
         """Send a report now and after every interval, until the client ends the call."""
         interval_s = message.report_interval.seconds + message.report_interval.nanos / 1e9
         if interval_s < 0:
             raise InvalidArgument("report_interval", f"{interval_s} s", "0 s or more")
         while True:
-            await context.write(self._reports.packed())
+            await context.send(self._reports.packed())
             await asyncio.sleep(max(interval_s, self._min_interval_s))
 
 

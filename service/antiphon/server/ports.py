@@ -11,11 +11,11 @@ from grpc_health.v1 import health_pb2_grpc
 from prometheus_client import CollectorRegistry
 
 from antiphon.client import DEFAULT_TARGET
-from antiphon.rpc.calls.connections.ports import PortError, check_port, serve_metrics
-from antiphon.rpc.calls.probes import HealthServicer
-from antiphon.rpc.security.access_settings import AccessSettings
-from antiphon.rpc.security.port_certificates import HANDSHAKE_TIMEOUT_S, PortCertificates
-from antiphon.rpc.v1.models import Served
+from antiphon.rpc.access_settings import AccessSettings
+from antiphon.rpc.grpc_fixes.port_certificates import HANDSHAKE_TIMEOUT_S, PortCertificates
+from antiphon.rpc.ports import PortError, check_port, serve_metrics
+from antiphon.rpc.standard_services import HealthServicer
+from antiphon.rpc.v1.models import LoadedModel
 from antiphon.server.access import Access
 from antiphon.server.settings import ServerConfig
 from antiphon.v1 import inference_pb2 as pb
@@ -219,7 +219,7 @@ class BoundPorts:
     probe: int | None
 
 
-def ready_line(config: ServerConfig, models: Sequence[ReadyModel | Served], ports: BoundPorts) -> str:
+def ready_line(config: ServerConfig, models: Sequence[ReadyModel | LoadedModel], ports: BoundPorts) -> str:
     """Return the line. models: every model, the default first."""
     address = address_of(config.host, ports.port)
     scheme = "https" if config.metrics_tls else "http"

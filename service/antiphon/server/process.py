@@ -14,10 +14,9 @@ from antiphon.domain.errors import OverBudget
 from antiphon.engine.engine import interpreter_for_steps
 from antiphon.observability.logging import configure_logging, is_log_behind
 from antiphon.observability.telemetry import Telemetry
-from antiphon.rpc.calls.background import is_anything_left
-from antiphon.rpc.calls.connections.ports import PortError
-from antiphon.rpc.security.file_metrics import FileMetrics
-from antiphon.rpc.security.reload import FileProblem
+from antiphon.rpc.background import is_anything_left
+from antiphon.rpc.ports import PortError
+from antiphon.rpc.reloading import FileMetrics, FileProblem
 from antiphon.server.access import Access
 from antiphon.server.admin import AdminServicer, admin_port
 from antiphon.server.app import App, check_tracing, observing, shared_resources, within_files
@@ -91,7 +90,7 @@ async def _serve_calls(
             return 0, app.server
         await app.probes.ready()
         servicer = AdminServicer(app.control, resources.budget, config)
-        async with admin_port(config, access, servicer, telemetry, resources.pacing.waits) as admin, app.watching():
+        async with admin_port(config, access, servicer, telemetry, app.waits) as admin, app.watching():
             # The last step of a start: a client that reads this line finds all metrics at once.
             print(
                 ready_line(config, models, BoundPorts(port=port, metrics=metrics, admin=admin, probe=probe)), flush=True

@@ -10,16 +10,13 @@ from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from antiphon.observability.metrics import MetricFamilies
-from antiphon.rpc.calls.batches import free_failed_batches
-from antiphon.rpc.calls.probes import Health, HealthServicer
-from antiphon.rpc.calls.rpc import CallLimits
-from antiphon.rpc.calls.standard_services import UnknownMethods, standard_handlers
-from antiphon.rpc.calls.waits.client_wait_metrics import WaitMetrics
-from antiphon.rpc.calls.waits.client_waits import ClientWaits, WaitLimits
+from antiphon.rpc.client_waits import ClientWaits, WaitLimits, WaitMetrics
+from antiphon.rpc.grpc_fixes.batches import free_failed_batches
+from antiphon.rpc.middleware import CallLimits
 from antiphon.rpc.oip import servicer as oip
 from antiphon.rpc.oip.servicer import OpenInferenceServicer
-from antiphon.rpc.v1.answers.pacing import Pacing
-from antiphon.rpc.v1.handlers import SERVICE_NAME, Calls
+from antiphon.rpc.standard_services import HealthServicer, UnknownMethods, standard_handlers
+from antiphon.rpc.v1.handlers import SERVICE_NAME, Handlers
 from antiphon.server.load_report import SERVICE_NAME as LOAD_SERVICE_NAME
 from antiphon.server.load_report import LoadReports, LoadServicer
 from antiphon.server.ports import channel_options
@@ -53,9 +50,8 @@ def call_limits(config: ServerConfig) -> CallLimits:
 
 def build_server(
     config: ServerConfig,
-    calls: Calls,
+    calls: Handlers,
     health_servicer: HealthServicer,
-    pacing: Pacing,
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
     *,
     shares_port: bool = False,
@@ -68,21 +64,21 @@ def build_server(
         ("grpc.enable_channelz", int(config.admin_port is not None)),
     ]
     server = grpc.aio.server(options=options, interceptors=interceptors)
-    in_flight = calls.in_flight
-    open_inference = OpenInferenceServicer(calls.models, in_flight, Health(health_servicer), pacing)
+    middleware = calls.middleware
+    open_inference = OpenInferenceServicer(calls.models, middleware, health_servicer)
     server.add_generic_rpc_handlers((calls.generic_handler(), open_inference.generic_handler()))
     names = [*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME]
     if config.load_reports == "on":
         reports = LoadReports(calls.models)
-        in_flight.end_with(reports.trailer)
-        server.add_generic_rpc_handlers((LoadServicer(reports, config.load_report_interval_s).handler(in_flight),))
+        middleware.end_with(reports.trailer)
+        server.add_generic_rpc_handlers((LoadServicer(reports, config.load_report_interval_s).handler(middleware),))
         names.append(LOAD_SERVICE_NAME)
-    apart = in_flight.apart(is_logged=False)
+    apart = middleware.apart(is_logged=False)
     reflecting = reflection.aio.ReflectionServicer(names)
     for add in (
         partial(health_pb2_grpc.add_HealthServicer_to_server, health_servicer),
         partial(reflection_pb2_grpc.add_ServerReflectionServicer_to_server, reflecting),
     ):
         server.add_generic_rpc_handlers(standard_handlers(add, apart))
-    server.add_generic_rpc_handlers((UnknownMethods(in_flight.apart()),))
+    server.add_generic_rpc_handlers((UnknownMethods(middleware.apart()),))
     return server

@@ -14,7 +14,7 @@ from pydantic_settings import SettingsConfigDict
 import antiphon.bundle
 from antiphon.bundle.manifest import NAME_PATTERN
 from antiphon.domain.limits import ALLOWED, DEFAULT_LIMITS, EngineLimits
-from antiphon.rpc.security.access_settings import AccessSettings, Port
+from antiphon.rpc.access_settings import AccessSettings, Port
 from antiphon.runtime.cuda.open_device import DeviceChoice
 from antiphon.server.machine import usable_cores
 

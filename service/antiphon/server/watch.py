@@ -16,9 +16,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 from antiphon.observability.metrics import MetricFamilies
-from antiphon.rpc.calls.background import running_in_background
-from antiphon.rpc.calls.probes import Probes
-from antiphon.rpc.v1.models import Models, Served
+from antiphon.rpc.background import running_in_background
+from antiphon.rpc.standard_services import Probes
+from antiphon.rpc.v1.models import LoadedModel, Models
 from antiphon.server.machine import RESERVED_FILES, ResidentMemory, num_open_files
 
 log = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class Watchdog:
     timeout_s: longest time of a step, and longest time that work waits for a step to begin.
     """
 
-    def __init__(self, models: Iterable[Served], probes: Probes, timeout_s: float) -> None:
+    def __init__(self, models: Iterable[LoadedModel], probes: Probes, timeout_s: float) -> None:
         self._models = models
         self._probes = probes
         self._timeout_s = timeout_s

@@ -23,12 +23,13 @@ from antiphon.importer.generation_settings import compared_tokens
 from antiphon.importer.importer import EXPLAINED_PARAMETERS, ImportOptions, import_checkpoint
 from antiphon.importer.original import OriginalAnswer
 from antiphon.observability.telemetry import Telemetry
-from antiphon.rpc.calls.probes import HealthServicer
-from antiphon.rpc.v1.handlers import Calls
+from antiphon.rpc.middleware import CallMiddleware
+from antiphon.rpc.standard_services import HealthServicer
+from antiphon.rpc.v1.handlers import Handlers
 from antiphon.rpc.v1.models import Models
 from antiphon.server.app import shared_resources
 from antiphon.server.models.loading import StartupError, load
-from antiphon.server.service_port import build_server
+from antiphon.server.service_port import build_server, build_waits
 from antiphon.server.settings import ModelSettings, ServerConfig
 from antiphon.text.tokenizer import TokenizerError, open_tokenizer
 
@@ -107,8 +108,10 @@ async def _serving(directory: Path, precision: Precision) -> AsyncIterator[Async
     served = load(config.plans[0], shared)
     models = Models()
     models.add(served)
-    calls = Calls(models, Telemetry(shared.families), shared.pacing)
-    server = build_server(config, calls, HealthServicer(), shared.pacing)
+    calls = Handlers(
+        models, CallMiddleware(Telemetry(shared.families), build_waits(config, shared.families)), shared.pacing
+    )
+    server = build_server(config, calls, HealthServicer())
     with tempfile.TemporaryDirectory() as folder:
         target = f"unix:{folder}/grpc"
         server.add_insecure_port(target)

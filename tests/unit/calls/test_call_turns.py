@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from antiphon.rpc.calls.waits.call_turns import CallTurns
+from antiphon.rpc.middleware import CallTurns
 
 
 async def test_call_of_another_caller_starts_before_the_rest_of_a_burst() -> None:

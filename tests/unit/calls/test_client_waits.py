@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 
 from antiphon.domain.errors import AntiphonError, RequestTimeout, SlowReader, TooManyRpcs
-from antiphon.rpc.calls.waits.client_waits import ClientWaits, Stage, Wait
+from antiphon.rpc.client_waits import ClientWaits, Stage, Wait
 from tests.waits import client_waits
 
 

@@ -22,7 +22,7 @@ from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics_families
 from prometheus_client.parser import text_string_to_metric_families as text_families
 
-from antiphon.rpc.calls.connections.ports import MAX_SCRAPES, serve_metrics
+from antiphon.rpc.ports import MAX_SCRAPES, serve_metrics
 from tests.certificates import Authority
 
 # Much longer than any step of these tests: turns a hang into a failure.

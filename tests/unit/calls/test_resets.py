@@ -8,8 +8,7 @@ import threading
 
 import pytest
 
-from antiphon.rpc.calls.connections.disconnect import disconnect
-from antiphon.rpc.calls.connections.resets import Resets
+from antiphon.rpc.grpc_fixes.resets import Resets, disconnect
 
 
 class Connections:

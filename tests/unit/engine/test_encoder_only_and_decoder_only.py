@@ -189,9 +189,9 @@ def read(loop: asyncio.AbstractEventLoop, requests: list[Request]) -> dict[str, 
     for group in groups:
         event = bench.output(group)
         assert (event.finish_reason, event.is_last) == (FinishReason.STOP, True)
-        assert event.readout is not None
-        ids = event.readout.token_ids
-        found[group.request_id] = (event.readout.values.tobytes(), None if ids is None else ids.tobytes())
+        assert event.encoder_outputs is not None
+        ids = event.encoder_outputs.token_ids
+        found[group.request_id] = (event.encoder_outputs.values.tobytes(), None if ids is None else ids.tobytes())
     return found
 
 
@@ -205,7 +205,7 @@ def test_readouts_are_computed_from_the_states_of_their_own_request(loop: asynci
     bench = Bench(loop, heads=HEADS)
     groups = {request.request_id: bench.ask(request) for request in every_reading()}
     bench.finish()
-    found = {name: bench.output(group).readout for name, group in groups.items()}
+    found = {name: bench.output(group).encoder_outputs for name, group in groups.items()}
     states = {name: bench.runner.memory(group.request.source_ids) for name, group in groups.items()}
 
     def outputs(name: str, task: str) -> np.ndarray:

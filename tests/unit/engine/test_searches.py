@@ -374,8 +374,8 @@ def test_first_token_of_a_search_can_be_forced_after_a_prefix(bench: Bench) -> N
 
 
 def vector_of(event: TokenEvent) -> NDArray[np.float32]:
-    assert event.readout is not None
-    return event.readout.values
+    assert event.encoder_outputs is not None
+    return event.encoder_outputs.values
 
 
 def test_embedding_pools_the_states_of_its_own_source(bench: Bench) -> None:

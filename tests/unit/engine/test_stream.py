@@ -11,7 +11,7 @@ import pytest
 
 from antiphon.domain.request import FinishReason, SamplingParams, TokenEvent, TokenLogprob
 from antiphon.engine.stream import OutputStream, Publisher
-from antiphon.observability.call import Call
+from antiphon.observability.call import CallRecord
 from tests.fakes import request_of
 
 LONG_S = 3600.0  # longer than any test
@@ -253,7 +253,7 @@ async def test_ended_call_is_freed_without_garbage_collection() -> None:
     """Regression: call and stream referenced each other, and 60 MB of embeddings stayed until garbage collection."""
     name = "freed without garbage collection"
     stream = OutputStream(name)
-    call = Call(method="Test/Embed", request_id=name, arrival_s=0.0)
+    call = CallRecord(method="Test/Embed", request_id=name, arrival_s=0.0)
     call.admitted(request_of(name, (5,), params=SamplingParams(max_new_tokens=1)), stream)
     stream.finish(final(stream))
     gc.disable()

@@ -13,7 +13,7 @@ import pytest
 
 from antiphon.domain.errors import InvalidArgument
 from antiphon.observability.access_log import fields_of
-from antiphon.observability.call import Call, enter_call
+from antiphon.observability.call import CallRecord, log_request_id
 from antiphon.observability.logging import configure_logging, rfc3339, where_of
 from antiphon.observability.trace_context import Sampler, TraceContext, read_trace_parent
 
@@ -30,8 +30,8 @@ def stream() -> Iterator[io.StringIO]:
     root.level, root.handlers = kept
 
 
-def call_of(method: str = "a.B/C") -> Call:
-    return Call(method=method, request_id="id-1", arrival_s=1.0, caller="ipv4:127.0.0.1")
+def call_of(method: str = "a.B/C") -> CallRecord:
+    return CallRecord(method=method, request_id="id-1", arrival_s=1.0, caller="ipv4:127.0.0.1")
 
 
 def written(stream: io.StringIO) -> str:
@@ -67,13 +67,13 @@ def test_text_lines_quote_values_that_are_not_plain_words(stream: io.StringIO) -
 @pytest.mark.parametrize("kind", ["text", "json"])
 def test_records_carry_the_request_id_of_the_rpc_and_exceptions_as_text(kind: str, stream: io.StringIO) -> None:
     configure_logging("info", kind, stream)
-    enter_call(call_of())
+    log_request_id.set(call_of().request_id)
     try:
         raise ValueError("broken")
     except ValueError:
         logging.getLogger("x").exception("failed")
     finally:
-        enter_call(None)
+        log_request_id.set("")
     logging.getLogger("x").info("outside")
     text = written(stream)
     assert (text.count("Traceback"), text.count("id-1")) == (1, 1)

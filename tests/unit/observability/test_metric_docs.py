@@ -13,8 +13,8 @@ from antiphon.observability.engine_metrics import Metrics
 from antiphon.observability.metrics import MERGE_RULES, MetricFamilies, WorkerMetrics, add_process_metrics
 from antiphon.observability.telemetry import RpcMetrics
 from antiphon.ops.workspace import Workspace
-from antiphon.rpc.calls.waits.client_wait_metrics import WaitMetrics
-from antiphon.rpc.security.file_metrics import FileMetrics
+from antiphon.rpc.client_waits import WaitMetrics
+from antiphon.rpc.reloading import FileMetrics
 from antiphon.server.settings import ServerConfig
 from tests.waits import client_waits
 

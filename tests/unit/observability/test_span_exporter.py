@@ -11,7 +11,7 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from prometheus_client import CollectorRegistry
 
-from antiphon.observability.call import Call
+from antiphon.observability.call import CallRecord
 from antiphon.observability.metrics import MetricFamilies
 from antiphon.observability.trace_context import TraceContext
 from antiphon.observability.tracing import Spans
@@ -34,9 +34,9 @@ class Stuck(SpanExporter):
         self.is_shut_down.set()
 
 
-def finished_call() -> Call:
+def finished_call() -> CallRecord:
     trace = TraceContext(trace_id="0" * 31 + "1", parent_id="0" * 15 + "2", is_sampled=True)
-    call = Call(method="Test/Embed", request_id="a", arrival_s=0.0, trace=trace)
+    call = CallRecord(method="Test/Embed", request_id="a", arrival_s=0.0, trace=trace)
     call.ended_s, call.code = 1.0, "OK"
     return call
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from antiphon.rpc.v1.answers.encoder_answers import tagged_spans
+from antiphon.rpc.v1.responses import tagged_spans
 from antiphon.v1 import inference_pb2 as pb
 
 Tagged = list[tuple[str, str]]

@@ -15,8 +15,8 @@ import pytest
 
 from antiphon.domain.limits import EngineLimits
 from antiphon.engine.sequence import SequenceGroup
-from antiphon.rpc.v1.many import conversation, outbox
-from antiphon.rpc.v1.many.open_request import OpenRequest
+from antiphon.rpc.v1 import generate_many
+from antiphon.rpc.v1.generate_many import OpenRequest
 from antiphon.v1 import inference_pb2 as pb
 from antiphon.v1.inference_pb2_grpc import InferenceServiceStub
 from tests.fakes import FakeClock, FakeRunner, limits_for
@@ -185,7 +185,7 @@ async def test_long_text_is_cancelled_while_it_waits_to_be_read() -> None:
     reading = threading.Event()
     async with serving() as served:
         talk = Talk(served)
-        busy = asyncio.ensure_future(served.long_texts.run(1, lambda: reading.wait(60)))
+        busy = asyncio.ensure_future(served.long_texts.run("", 1, lambda: reading.wait(60)))
         await talk.send(pb.ManyRequest(id=1, request=pb.GenerateRequest(text="a" * 5_000)), one(2))
         await talk.send(cancelled=[1])
         await talk.until(1, 2)
@@ -197,7 +197,7 @@ async def test_long_text_is_cancelled_while_it_waits_to_be_read() -> None:
 
 
 async def test_message_is_not_filled_beyond_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outbox, "_FULL_BYTES", 1)
+    monkeypatch.setattr(generate_many, "_FULL_BYTES", 1)
     async with serving() as served:
         talk = Talk(served)
         requests = [one(i, max_new_tokens=2) for i in range(8)]
@@ -231,7 +231,7 @@ async def test_every_request_of_thousands_is_answered_once() -> None:
 
 
 async def test_no_message_is_read_beyond_the_limit_of_open_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conversation, "MAX_OPEN_REQUESTS", 2)
+    monkeypatch.setattr(generate_many, "MAX_OPEN_REQUESTS", 2)
     async with serving() as served:
         gate = Gate(served.runner)
         talk = Talk(served)
@@ -395,7 +395,7 @@ async def test_answered_requests_are_freed_without_garbage_collection() -> None:
     def left(call_id: str) -> list[object]:
         # Not isinstance, which other packages' objects answer with warnings.
         found = [one for one in gc.get_objects() if type(one) in (OpenRequest, SequenceGroup)]
-        ids = [one.call.request_id if type(one) is OpenRequest else one.request_id for one in found]
+        ids = [one.record.request_id if type(one) is OpenRequest else one.request_id for one in found]
         return [one for one in ids if one.startswith(f"{call_id}/")]
 
     async with serving() as served:

@@ -10,9 +10,8 @@ from antiphon.architecture.config import preset
 from antiphon.domain.combinations import Controls
 from antiphon.domain.errors import InvalidArgument
 from antiphon.domain.request import SamplingParams
-from antiphon.rpc.v1.requests.inputs import Inputs
-from antiphon.rpc.v1.requests.languages import NO_LANGUAGES
-from antiphon.rpc.v1.requests.long_texts import LongTexts
+from antiphon.rpc.v1.inputs import Inputs, LongTexts
+from antiphon.rpc.v1.languages import NO_LANGUAGES
 from antiphon.text.format import TextFormat
 from antiphon.text.tokenizer import byte_bpe_format
 from antiphon.v1 import inference_pb2 as pb
@@ -28,7 +27,7 @@ async def prefix_of(ids: tuple[int, ...], text: TextFormat | None = None, **conf
     limits = pb.Limits(max_source_len=32, max_target_len=32, max_text_bytes=1024)
     model = preset("tiny", vocab_size=tokenizer.vocab_size, **config)
     inputs = Inputs(tokenizer, text or byte_bpe_format(tokenizer), model, limits, LongTexts())
-    return await inputs.prefix_ids(Controls(params=SamplingParams(), prefix_ids=ids), NO_LANGUAGES)
+    return await inputs.prefix_ids(Controls(params=SamplingParams(), prefix_ids=ids), NO_LANGUAGES, caller="")
 
 
 @pytest.mark.parametrize(("token_id", "name"), [(PAD, "padding"), (BOS, "begin"), (EOS, "end")])

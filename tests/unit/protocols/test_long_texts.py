@@ -11,8 +11,7 @@ import grpc
 import pytest
 
 from antiphon.domain.errors import InvalidArgument, TooManyTexts
-from antiphon.observability.call import Call, enter_call
-from antiphon.rpc.v1.requests.long_texts import LongTexts
+from antiphon.rpc.v1.inputs import LongTexts
 from antiphon.v1 import inference_pb2 as pb
 from tests.serving import details_of, refusal, serving, stub_of
 
@@ -37,8 +36,7 @@ def ask(texts: LongTexts, caller: str, num_bytes: int, work: Callable[[], Any] =
     """Submit a text of a caller in a separate task, as an RPC does. The task begins before the next one."""
 
     async def run() -> Any:
-        enter_call(Call(method="m", request_id="r", arrival_s=0.0, caller=caller))
-        return await texts.run(num_bytes, work)
+        return await texts.run(caller, num_bytes, work)
 
     return asyncio.create_task(run())
 

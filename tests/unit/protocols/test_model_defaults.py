@@ -9,7 +9,7 @@ import pytest
 from antiphon.bundle.manifest import GenerationDefaults
 from antiphon.domain.errors import InvalidArgument
 from antiphon.domain.request import EarlyStopping, SamplingParams
-from antiphon.rpc.v1.requests.options import default_options, read_options
+from antiphon.rpc.v1.options import default_options, read_options
 from antiphon.v1 import inference_pb2 as pb
 
 VOCAB_SIZE = 100

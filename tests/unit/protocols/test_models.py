@@ -10,7 +10,7 @@ from google.protobuf.message_factory import GetMessageClass
 
 from antiphon.domain.errors import LastModel, Loading, ModelExists, ModelNotFound
 from antiphon.rpc.v1.handlers import SERVICE
-from antiphon.rpc.v1.models import Models, Served
+from antiphon.rpc.v1.models import LoadedModel, Models
 from tests.serving import details_of, refusal, serving, stub_of
 
 
@@ -36,7 +36,7 @@ def names(models: Models) -> list[str]:
 def test_find_returns_the_first_model_for_no_name_and_the_next_after_its_removal() -> None:
     models = models_of("b", "a", "c")
     assert [models.find(name).name for name in ("", "a", "c")] == ["b", "a", "c"]
-    removed: Served = models.remove("b")
+    removed: LoadedModel = models.remove("b")
     assert (removed.name, models.find("").name, names(models)) == ("b", "a", ["a", "c"])
 
 

@@ -14,9 +14,10 @@ from antiphon.domain.errors import DeadlineExceeded
 from antiphon.domain.request import Request
 from antiphon.engine.engine import Engine
 from antiphon.engine.stream import OutputStream
+from antiphon.observability.call import CallRecord
 from antiphon.observability.engine_metrics import Metrics
 from antiphon.observability.metrics import MetricFamilies
-from antiphon.rpc.v1.answers.reading import reading
+from antiphon.rpc.v1.streaming import cancelled_on_error
 from tests.fakes import FakeClock, FakeRunner, limits_for, request_of, source_of
 
 
@@ -46,6 +47,10 @@ class Bench:
         }
 
 
+def record_of_call() -> CallRecord:
+    return CallRecord(method="m", request_id="r", arrival_s=0.0)
+
+
 @pytest.fixture
 def bench() -> Iterator[Bench]:
     bench = Bench()
@@ -72,7 +77,7 @@ async def test_reading_reports_why_an_answer_was_not_read_to_its_end(
     request, stream = bench.ask(within_s=within_s)
 
     async def leave_unread() -> None:
-        with reading(bench.engine, request, stream):
+        with cancelled_on_error(bench.engine, request, stream, record_of_call()):
             await stream.collect()
             bench.clock.advance(passed_s)
             raise error
@@ -84,7 +89,7 @@ async def test_reading_reports_why_an_answer_was_not_read_to_its_end(
 
 async def test_reading_to_the_end_counts_nothing(bench: Bench) -> None:
     request, stream = bench.ask()
-    with reading(bench.engine, request, stream):
+    with cancelled_on_error(bench.engine, request, stream, record_of_call()):
         await stream.collect()
     assert bench.counted() == {}
 
@@ -99,7 +104,7 @@ async def test_reading_counts_an_end_by_the_engine_once(bench: Bench) -> None:
     request, stream = bench.ask(within_s=1.0)
 
     async def read_until_cancelled() -> None:
-        with reading(bench.engine, request, stream):
+        with cancelled_on_error(bench.engine, request, stream, record_of_call()):
             await stream.collect()
             raise asyncio.CancelledError  # like gRPC at the same moment
 

@@ -11,7 +11,7 @@ import grpc.aio
 import numpy as np
 import pytest
 
-from antiphon.rpc.v1.requests.options import default_options, read_options
+from antiphon.rpc.v1.options import default_options, read_options
 from antiphon.v1 import inference_pb2 as pb
 from tests.fakes import EOS_ID, FakeClock, FakeRunner
 from tests.serving import SOURCE, Gate, asking, asking_whole, details_of, serving, stub_of, tiny_tokenizer

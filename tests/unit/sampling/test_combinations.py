@@ -12,7 +12,7 @@ from antiphon.controls.rules import RULES
 from antiphon.domain.combinations import Controls, check_combination
 from antiphon.domain.errors import InvalidArgument
 from antiphon.domain.request import EarlyStopping, SamplingParams
-from antiphon.rpc.v1.requests.options import default_options
+from antiphon.rpc.v1.options import default_options
 
 CONTROLS_MD = Path(__file__).resolve().parents[3] / "docs" / "CONTROLS.md"
 BEAMS: dict[str, Any] = dict(beam_width=4)

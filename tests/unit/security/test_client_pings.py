@@ -18,8 +18,8 @@ from prometheus_client import CollectorRegistry
 from antiphon.client import AsyncClient, Connection, Generation, connection
 from antiphon.observability.metrics import MetricFamilies
 from antiphon.observability.telemetry import Telemetry
-from antiphon.rpc.calls.probes import HealthServicer
-from antiphon.rpc.security.file_metrics import FileMetrics
+from antiphon.rpc.reloading import FileMetrics
+from antiphon.rpc.standard_services import HealthServicer
 from antiphon.server import admin, ports
 from antiphon.server.access import Access
 from antiphon.server.admin import AdminServicer

@@ -18,8 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from antiphon.client import AsyncClient, Connection, RetryPolicy, ServerError
-from antiphon.rpc.security.reload import FileProblem
-from antiphon.rpc.security.tokens import Token, owner_of, read_tokens
+from antiphon.rpc.auth import Token, owner_of, read_tokens
+from antiphon.rpc.reloading import FileProblem
 from antiphon.server import access
 from antiphon.server.settings import ServerConfig
 from antiphon.v1 import inference_pb2 as pb

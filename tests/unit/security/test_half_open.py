@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from antiphon.rpc.security.half_open import is_own
+from antiphon.rpc.grpc_fixes.port_certificates import is_own
 
 # Accepts one connection on the socket that it inherits, says so, and holds it.
 _ACCEPT = (

@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry
 from antiphon.client import AsyncClient, RetryPolicy, ServerError
 from antiphon.observability.metrics import MetricFamilies
 from antiphon.observability.telemetry import Telemetry
-from antiphon.rpc.security.file_metrics import FileMetrics
+from antiphon.rpc.reloading import FileMetrics
 from antiphon.server import ports
 from antiphon.server.access import Access
 from antiphon.server.admin import AdminServicer, build_admin_server

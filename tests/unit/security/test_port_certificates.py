@@ -15,10 +15,10 @@ import grpc.aio
 import pytest
 
 from antiphon.client.connection import SERVICE_NAME
-from antiphon.rpc.security import half_open, port_certificates
-from antiphon.rpc.security.port_certificates import PortCertificates, _Offer
-from antiphon.rpc.security.reload import Reloading
-from antiphon.rpc.security.tls import Certificates, TlsFiles, read_certificates
+from antiphon.rpc.grpc_fixes import port_certificates
+from antiphon.rpc.grpc_fixes.port_certificates import PortCertificates, _Offer
+from antiphon.rpc.reloading import Reloading
+from antiphon.rpc.tls import Certificates, TlsFiles, read_certificates
 from antiphon.server.ports import close_port, open_port
 from tests.certificates import Authority, Pair, as_pem, renew, trusting
 from tests.serving import serving
@@ -163,7 +163,7 @@ async def test_nothing_is_offered_when_the_port_does_not_answer(
 async def test_renewal_that_a_stopping_server_breaks_off_has_not_failed(
     authority: Authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(half_open, "_TIMEOUT_S", PATIENCE_S)
+    monkeypatch.setattr(port_certificates, "_TIMEOUT_S", PATIENCE_S)
     followed = Followed(authority)
     with socket.create_server(("127.0.0.1", 0)) as port:
         followed.certificates.follow("127.0.0.1", port.getsockname()[1])

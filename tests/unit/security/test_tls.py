@@ -16,10 +16,9 @@ from prometheus_client import CollectorRegistry, Gauge
 from antiphon.cli.main import main
 from antiphon.client import AsyncClient, Client, Connection, RetryPolicy, ServerError
 from antiphon.observability.metrics import MetricFamilies
-from antiphon.rpc.calls.connections.ports import serve_metrics
-from antiphon.rpc.security.file_metrics import FileMetrics
-from antiphon.rpc.security.reload import FileProblem, Reloading
-from antiphon.rpc.security.tls import TlsFiles, read_certificates
+from antiphon.rpc.ports import serve_metrics
+from antiphon.rpc.reloading import FileMetrics, FileProblem, Reloading
+from antiphon.rpc.tls import TlsFiles, read_certificates
 from tests.certificates import Authority, Pair, as_pem, encrypt, renew, replace, trusting
 from tests.serving import SOURCE, Gate, Serving, serving
 

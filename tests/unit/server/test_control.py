@@ -22,14 +22,13 @@ from antiphon.engine.stream import OutputStream
 from antiphon.observability.metrics import MetricFamilies
 from antiphon.ops.cache_geometry import BLOCK_SIZE
 from antiphon.ops.workspace import _NativeStats
-from antiphon.rpc.v1.answers.pacing import Pacing
-from antiphon.rpc.v1.models import Models, Served
+from antiphon.rpc.v1.models import LoadedModel, Models
+from antiphon.rpc.v1.streaming import Pacing
 from antiphon.server.models.control import Control
 from antiphon.server.models.loading import SharedResources, load
 from antiphon.server.models.memory import MemoryBudget
 from antiphon.server.settings import SHIPPED_BUNDLE, ModelPlan, ModelSettings, ServerConfig
 from tests.fakes import request_of
-from tests.waits import client_waits
 
 NOT_SERVING = HealthCheckResponse.NOT_SERVING
 CONFIG = ServerConfig(threads=1, max_num_seqs=2)
@@ -61,9 +60,7 @@ class Host:
 @pytest.fixture
 async def host() -> AsyncIterator[Host]:
     registry, health, has_left = CollectorRegistry(), dict[str, int](), asyncio.Event()
-    shared = SharedResources(
-        families=MetricFamilies(registry), pacing=Pacing(1e6, client_waits()), budget=MemoryBudget(60 << 20)
-    )
+    shared = SharedResources(families=MetricFamilies(registry), pacing=Pacing(1e6), budget=MemoryBudget(60 << 20))
 
     async def announce(name: str, status: int) -> None:
         health[name] = status
@@ -76,7 +73,7 @@ async def host() -> AsyncIterator[Host]:
     await control.drain(5)
 
 
-def ask(served: Served, max_new_tokens: int = 3) -> OutputStream:
+def ask(served: LoadedModel, max_new_tokens: int = 3) -> OutputStream:
     """Return greedy parameters that ignore the end token."""
     stream = OutputStream("a", coalesce_s=0.0)
     params = SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True)
@@ -179,7 +176,7 @@ async def test_load_is_finished_when_its_caller_has_left(host: Host) -> None:
 
 async def test_loads_of_one_name_run_one_after_the_other(host: Host) -> None:
     results = await asyncio.gather(*(host.control.load(plan("second")) for _ in range(3)), return_exceptions=True)
-    assert sorted(type(result).__name__ for result in results) == ["ModelExists", "ModelExists", "Served"]
+    assert sorted(type(result).__name__ for result in results) == ["LoadedModel", "ModelExists", "ModelExists"]
 
 
 async def test_drain_waits_for_every_engine_within_one_grace_and_refuses_loads(host: Host) -> None:

@@ -13,7 +13,7 @@ from xds.data.orca.v3.orca_load_report_pb2 import OrcaLoadReport
 from xds.service.orca.v3.orca_pb2 import OrcaLoadReportRequest
 
 from antiphon.domain.limits import EngineLimits
-from antiphon.observability.call import Call
+from antiphon.observability.call import CallRecord
 from antiphon.oip.inference_pb2_grpc import GRPCInferenceServiceStub
 from antiphon.server.load_report import LoadReports
 from antiphon.v1 import inference_pb2 as pb
@@ -70,7 +70,7 @@ def test_rates_are_those_of_the_recent_past() -> None:
     reports._cores = 2
     for _ in range(600):
         for code in ("OK", "OK", "INVALID_ARGUMENT", "RESOURCE_EXHAUSTED"):
-            reports.trailer(Call(method="m", request_id="r", arrival_s=0, code=code))
+            reports.trailer(CallRecord(method="m", request_id="r", arrival_s=0, code=code))
         clock.advance(0.1)
         cpu.advance(0.1)
     steady = OrcaLoadReport.FromString(reports.packed())

@@ -19,7 +19,7 @@ from antiphon.domain.limits import EngineLimits
 from antiphon.engine.stream import OutputStream
 from antiphon.observability.metrics import MetricFamilies
 from antiphon.ops.cache_geometry import blocks_for
-from antiphon.rpc.v1.answers.pacing import Pacing
+from antiphon.rpc.v1.streaming import Pacing
 from antiphon.runtime.native_encoder import RUN_TOKENS
 from antiphon.runtime.native_runner import NativeRunner
 from antiphon.server.models.loading import SharedResources, StartupError, load
@@ -35,7 +35,6 @@ from antiphon.server.settings import SHIPPED_BUNDLE, ModelPlan, ModelSettings, S
 from tests.fakes import request_of
 from tests.unit.graphs.tiny_graphs import tiny_model
 from tests.unit.graphs.tiny_native import tiny_native_config, write_native_bundle
-from tests.waits import client_waits
 
 
 def limits(**changes: Any) -> EngineLimits:
@@ -104,7 +103,7 @@ def test_encode_budget_predicts_the_values_that_the_runner_reports(shipped: Bund
 
 def test_workspace_is_refused_at_start_when_it_is_too_small_for_any_source() -> None:
     shared = SharedResources(
-        families=MetricFamilies(CollectorRegistry()), pacing=Pacing(1.0, client_waits()), budget=MemoryBudget(None)
+        families=MetricFamilies(CollectorRegistry()), pacing=Pacing(1.0), budget=MemoryBudget(None)
     )
     with pytest.raises(StartupError, match="workspace_limit_bytes is 1000; it must be at least"):
         load(shipped_plan(workspace_limit_bytes=1000), shared)
@@ -112,7 +111,7 @@ def test_workspace_is_refused_at_start_when_it_is_too_small_for_any_source() -> 
 
 def test_description_contains_the_longest_source_that_fits_the_workspace() -> None:
     shared = SharedResources(
-        families=MetricFamilies(CollectorRegistry()), pacing=Pacing(1.0, client_waits()), budget=MemoryBudget(None)
+        families=MetricFamilies(CollectorRegistry()), pacing=Pacing(1.0), budget=MemoryBudget(None)
     )
     served = load(shipped_plan(workspace_limit_bytes=1_000_000), shared)
     longest = served.description.limits.max_source_len

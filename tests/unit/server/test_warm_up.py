@@ -10,13 +10,12 @@ from prometheus_client import CollectorRegistry
 from antiphon.architecture.heads import HeadConfig
 from antiphon.architecture.heads import Task as HeadTask
 from antiphon.observability.metrics import MetricFamilies
-from antiphon.rpc.v1.answers.pacing import Pacing
+from antiphon.rpc.v1.streaming import Pacing
 from antiphon.runtime.warm_up import NotFinite, warm_up
 from antiphon.server.models.loading import SharedResources, StartupError, load
 from antiphon.server.models.memory import MemoryBudget
 from antiphon.server.settings import ServerConfig
 from tests.fakes import EOS_ID, FakeRunner
-from tests.waits import client_waits
 
 HEADS: dict[HeadTask, HeadConfig] = {"classify": HeadConfig(task="classify", labels=("a", "b"))}
 
@@ -73,9 +72,7 @@ def test_load_names_the_file_of_a_graph_whose_outputs_are_not_finite(
 
     monkeypatch.setattr("antiphon.server.models.loading.warm_up", fail)
     budget = MemoryBudget(None)
-    shared = SharedResources(
-        families=MetricFamilies(CollectorRegistry()), pacing=Pacing(1.0, client_waits()), budget=budget
-    )
+    shared = SharedResources(families=MetricFamilies(CollectorRegistry()), pacing=Pacing(1.0), budget=budget)
     with pytest.raises(StartupError, match=rf"{part}[a-z0-9.]*\.onnx: the outputs of the {part} graph are not finite"):
         load(ServerConfig(threads=1, max_num_seqs=1).plans[0], shared)
     assert not budget.reserved

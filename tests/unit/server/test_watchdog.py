@@ -15,9 +15,9 @@ from antiphon.engine.engine import Engine, Heartbeat
 from antiphon.engine.stream import OutputStream
 from antiphon.observability.engine_metrics import Metrics
 from antiphon.observability.metrics import MetricFamilies
-from antiphon.rpc.calls.background import running_in_background
-from antiphon.rpc.calls.probes import LIVENESS, Probes
-from antiphon.rpc.v1.models import Served
+from antiphon.rpc.background import running_in_background
+from antiphon.rpc.standard_services import LIVENESS, Probes
+from antiphon.rpc.v1.models import LoadedModel
 from antiphon.server.watch import LoopLag, Watchdog
 from antiphon.v1 import inference_pb2 as pb
 from tests.fakes import FakeClock, FakeRunner, limits_for, request_of, source_of
@@ -38,7 +38,7 @@ class Bench:
         self._health = health.aio.HealthServicer()
         self.probes = Probes(self._health, ("service",))
         unread: Any = None
-        served = Served(
+        served = LoadedModel(
             name="fake",
             precision="float32",
             servicer=unread,

@@ -29,13 +29,12 @@ Parameters = Mapping[str, oip.InferParameter]
 
 @dataclass(frozen=True, slots=True)
 class ReadParameters:
-    """Result of reading the parameters of a request.
-
-    message: request of antiphon.v1 with the fields that they set. timeout_s: time limit; None is no limit.
-    """
+    """Result of reading the parameters of a request."""
 
     message: Any
+    """Request of antiphon.v1 with the fields that the parameters set."""
     timeout_s: float | None
+    """Time limit; None is no limit."""
 
 
 def read_parameters(kind: type[Message], parameters: Parameters) -> ReadParameters:
@@ -85,7 +84,7 @@ def _fill(message: Any, field: FieldDescriptor, value: Any) -> None:
         else:
             setattr(message, field.name, _scalar(field, value))
     except (TypeError, ValueError, OverflowError, RecursionError):
-        raise InvalidArgument(f"parameters.{field.name}", value, _wanted(field)) from None
+        raise InvalidArgument(f"parameters.{field.name}", value, _allowed(field)) from None
 
 
 def _fill_many(message: Any, field: FieldDescriptor, value: Any) -> None:
@@ -102,8 +101,8 @@ def _fill_many(message: Any, field: FieldDescriptor, value: Any) -> None:
 def _listed(value: Any) -> list[Any]:
     """Return the elements of a JSON array; of any other value, a list with this value."""
     if isinstance(value, str) and value.lstrip().startswith("["):
-        found = json.loads(value)
-        return list(found)
+        elements = json.loads(value)
+        return list(elements)
     return [value]
 
 
@@ -118,10 +117,10 @@ def _scalar(field: FieldDescriptor, value: Any) -> Any:
 def _enum_value(enum: EnumDescriptor, name: str) -> int:
     """Return an enum's value by its name, with or without the enum's prefix, in upper or lower case."""
     prefix = _prefix(enum)
-    wanted = name.upper() if name.upper().startswith(prefix) else prefix + name.upper()
-    if wanted not in enum.values_by_name:
+    full_name = name.upper() if name.upper().startswith(prefix) else prefix + name.upper()
+    if full_name not in enum.values_by_name:
         raise ValueError
-    return int(enum.values_by_name[wanted].number)
+    return int(enum.values_by_name[full_name].number)
 
 
 def _prefix(enum: EnumDescriptor) -> str:
@@ -129,7 +128,7 @@ def _prefix(enum: EnumDescriptor) -> str:
     return enum.values[0].name.removesuffix("UNSPECIFIED")
 
 
-def _wanted(field: FieldDescriptor) -> str:
+def _allowed(field: FieldDescriptor) -> str:
     if field.enum_type is not None:
         names = [value.name.removeprefix(_prefix(field.enum_type)).lower() for value in field.enum_type.values[1:]]
         return f"one of {', '.join(names)}"

@@ -8,16 +8,14 @@ from collections.abc import AsyncIterator, Sequence
 import grpc
 
 from antiphon.domain.errors import AntiphonError
-from antiphon.observability.telemetry import Context
 from antiphon.oip import inference_pb2 as pb
-from antiphon.rpc.calls.method_handlers import handlers_of
-from antiphon.rpc.calls.probes import Health
-from antiphon.rpc.calls.rpc import InFlight, Method
+from antiphon.rpc.context import RequestContext
+from antiphon.rpc.endpoints import Method
+from antiphon.rpc.middleware import CallMiddleware, handlers_of
 from antiphon.rpc.oip.answering import Answering
-from antiphon.rpc.oip.inference import VERSION
+from antiphon.rpc.oip.inference import TEXT, VERSION, TensorSpec, is_encoder, tensors_of
 from antiphon.rpc.oip.stream import Conversation
-from antiphon.rpc.oip.tasks import TEXT, Described, is_encoder, tensors_of
-from antiphon.rpc.v1.answers.pacing import Pacing
+from antiphon.rpc.standard_services import HealthServicer
 from antiphon.rpc.v1.models import Models
 
 SERVICE = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"]
@@ -32,15 +30,11 @@ _CONFIG_TYPES = {"BYTES": pb.TYPE_STRING, "INT32": pb.TYPE_INT32, "INT64": pb.TY
 
 
 class OpenInferenceServicer:
-    """RPC methods for every model. They raise AntiphonError; `rpc.py` converts it to a status.
+    """RPC methods for every model. They raise AntiphonError; `middleware.py` converts it to a status."""
 
-    pacing: time limit for a client to read a message of a stream.
-    """
-
-    def __init__(self, models: Models, in_flight: InFlight, health: Health, pacing: Pacing) -> None:
-        self._pacing = pacing
+    def __init__(self, models: Models, middleware: CallMiddleware, health: HealthServicer) -> None:
         self._answering = Answering(models)
-        self._in_flight = in_flight
+        self._middleware = middleware
         self._health = health
 
     def generic_handler(self) -> grpc.GenericRpcHandler:
@@ -57,55 +51,59 @@ class OpenInferenceServicer:
             "ModelStatistics": self.model_statistics,
             "RepositoryIndex": self.repository_index,
         }
-        self._in_flight.expect(_STREAMED)
-        return handlers_of(SERVICE, methods, self._in_flight)
+        self._middleware.expect(_STREAMED)
+        return handlers_of(SERVICE, methods, self._middleware)
 
-    async def server_live(self, message: pb.ServerLiveRequest, context: Context) -> pb.ServerLiveResponse:
+    async def server_live(self, message: pb.ServerLiveRequest, context: RequestContext) -> pb.ServerLiveResponse:
         """Return whether the process is alive."""
-        return pb.ServerLiveResponse(live=await self._health.is_live(context))
+        return pb.ServerLiveResponse(live=self._health.is_live)
 
-    async def server_ready(self, message: pb.ServerReadyRequest, context: Context) -> pb.ServerReadyResponse:
+    async def server_ready(self, message: pb.ServerReadyRequest, context: RequestContext) -> pb.ServerReadyResponse:
         """Return whether the server accepts requests."""
-        return pb.ServerReadyResponse(ready=await self._health.is_ready(context))
+        return pb.ServerReadyResponse(ready=self._health.is_ready)
 
-    async def model_ready(self, message: pb.ModelReadyRequest, context: Context) -> pb.ModelReadyResponse:
+    async def model_ready(self, message: pb.ModelReadyRequest, context: RequestContext) -> pb.ModelReadyResponse:
         """Return whether a model accepts requests; False for a model that is not served."""
         try:
             self._answering.find(message.name, message.version)
         except AntiphonError:
             return pb.ModelReadyResponse(ready=False)
-        return pb.ModelReadyResponse(ready=await self._health.is_ready(context))
+        return pb.ModelReadyResponse(ready=self._health.is_ready)
 
-    async def server_metadata(self, message: pb.ServerMetadataRequest, context: Context) -> pb.ServerMetadataResponse:
+    async def server_metadata(
+        self, message: pb.ServerMetadataRequest, context: RequestContext
+    ) -> pb.ServerMetadataResponse:
         """Describe the server."""
         return pb.ServerMetadataResponse(name=_PLATFORM, version=_version(), extensions=EXTENSIONS)
 
-    async def model_metadata(self, message: pb.ModelMetadataRequest, context: Context) -> pb.ModelMetadataResponse:
+    async def model_metadata(
+        self, message: pb.ModelMetadataRequest, context: RequestContext
+    ) -> pb.ModelMetadataResponse:
         """Describe a model's tensors."""
-        served = self._answering.find(message.name, message.version)
-        inputs, outputs = tensors_of(served)
+        model = self._answering.find(message.name, message.version)
+        inputs, outputs = tensors_of(model)
         return pb.ModelMetadataResponse(
-            name=served.name,
+            name=model.name,
             versions=[VERSION],
             platform=_PLATFORM,
             inputs=_metadata(inputs),
             outputs=_metadata(outputs),
         )
 
-    async def model_infer(self, message: pb.ModelInferRequest, context: Context) -> pb.ModelInferResponse:
+    async def model_infer(self, message: pb.ModelInferRequest, context: RequestContext) -> pb.ModelInferResponse:
         """Return the complete answer to one request."""
-        return await self._answering.infer(self._answering.read(message), context)
+        return await self._answering.infer(self._answering.read(message, context), context)
 
-    async def model_stream_infer(self, requests: AsyncIterator[pb.ModelInferRequest], context: Context) -> None:
+    async def model_stream_infer(self, requests: AsyncIterator[pb.ModelInferRequest], context: RequestContext) -> None:
         """Answer the requests of a stream."""
-        await Conversation(_STREAMED, self._answering, self._in_flight, self._pacing, context).run(requests)
+        await Conversation(_STREAMED, self._answering, self._middleware, context).run(requests)
 
-    async def model_config(self, message: pb.ModelConfigRequest, context: Context) -> pb.ModelConfigResponse:
+    async def model_config(self, message: pb.ModelConfigRequest, context: RequestContext) -> pb.ModelConfigResponse:
         """Describe a model in the form of Triton's configurations."""
-        served = self._answering.find(message.name, message.version)
-        inputs, outputs = tensors_of(served)
+        model = self._answering.find(message.name, message.version)
+        inputs, outputs = tensors_of(model)
         config = pb.ModelConfig(
-            name=served.name,
+            name=model.name,
             backend=_PLATFORM,
             input=[
                 pb.ModelInput(
@@ -120,30 +118,30 @@ class OpenInferenceServicer:
                 pb.ModelOutput(name=tensor.name, data_type=_CONFIG_TYPES[tensor.datatype], dims=tensor.shape)
                 for tensor in outputs
             ],
-            model_transaction_policy=pb.ModelTransactionPolicy(decoupled=not is_encoder(served)),
+            model_transaction_policy=pb.ModelTransactionPolicy(decoupled=not is_encoder(model)),
         )
         return pb.ModelConfigResponse(config=config)
 
     async def model_statistics(
-        self, message: pb.ModelStatisticsRequest, context: Context
+        self, message: pb.ModelStatisticsRequest, context: RequestContext
     ) -> pb.ModelStatisticsResponse:
         """Return the statistics of this service's requests, for one model or for all."""
         answering = self._answering
-        wanted = [answering.find(message.name, message.version)] if message.name else list(answering.models)
+        models = [answering.find(message.name, message.version)] if message.name else list(answering.models)
         return pb.ModelStatisticsResponse(
-            model_stats=[answering.counts_of(served).message(served.name) for served in wanted]
+            model_stats=[answering.counts_of(model).message(model.name) for model in models]
         )
 
     async def repository_index(
-        self, message: pb.RepositoryIndexRequest, context: Context
+        self, message: pb.RepositoryIndexRequest, context: RequestContext
     ) -> pb.RepositoryIndexResponse:
         """List the models."""
         kind = pb.RepositoryIndexResponse.ModelIndex
-        models = [kind(name=served.name, version=VERSION, state="READY") for served in self._answering.models]
+        models = [kind(name=model.name, version=VERSION, state="READY") for model in self._answering.models]
         return pb.RepositoryIndexResponse(models=models)
 
 
-def _metadata(tensors: Sequence[Described]) -> list[pb.ModelMetadataResponse.TensorMetadata]:
+def _metadata(tensors: Sequence[TensorSpec]) -> list[pb.ModelMetadataResponse.TensorMetadata]:
     kind = pb.ModelMetadataResponse.TensorMetadata
     return [kind(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape) for tensor in tensors]
 

@@ -9,16 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterator
-from typing import cast
 
 from antiphon.domain.errors import AntiphonError, InvalidArgument, SlowReader
-from antiphon.observability.telemetry import Context
 from antiphon.oip import inference_pb2 as oip
-from antiphon.rpc.calls.rpc import InFlight
+from antiphon.rpc.context import RequestContext
+from antiphon.rpc.middleware import CallMiddleware
 from antiphon.rpc.oip.answering import Answering
-from antiphon.rpc.oip.inference import VERSION, Inference, RequestContext
-from antiphon.rpc.oip.tasks import STREAMED, delta, is_encoder
-from antiphon.rpc.v1.answers.pacing import Pacing
+from antiphon.rpc.oip.inference import STREAMED, VERSION, Inference, delta, is_encoder
 from antiphon.v1 import inference_pb2 as pb
 
 # Maximum number of concurrent requests of one call. Further ones stay unread: flow control makes the client wait.
@@ -30,15 +27,15 @@ ERROR_HEADER = ("triton_grpc_error", "true")
 class Conversation:
     """One call and its requests. name: method name in the metrics and the log of each request."""
 
-    def __init__(self, name: str, answering: Answering, in_flight: InFlight, pacing: Pacing, context: Context) -> None:
+    def __init__(self, name: str, answering: Answering, middleware: CallMiddleware, context: RequestContext) -> None:
         self._name = name
         self._answering = answering
-        self._in_flight = in_flight
-        self._writer = pacing.writer(context, lambda: self._open_bytes)
+        self._middleware = middleware
+        self._writer = context.writer(lambda: self._open_bytes)
         self._open_bytes = 0  # memory of the open requests, and of answers behind the one that is being written
         self._context = context
         self._writing = asyncio.Lock()  # gRPC accepts one message of a call at a time
-        self._ends_on_error = ERROR_HEADER in tuple(context.invocation_metadata() or ())
+        self._ends_on_error = ERROR_HEADER in context.metadata
 
     async def run(self, requests: AsyncIterator[oip.ModelInferRequest]) -> None:
         """Answer every request. Returns when the client has ended its side and all requests are answered."""
@@ -55,30 +52,33 @@ class Conversation:
 
     async def _account(self, request: oip.ModelInferRequest, before: asyncio.Task[None] | None) -> None:
         """Answer one request, with metrics and a log line. Raises an error only if it must end the call."""
-        with self._in_flight.request(self._name, self._context) as call, self._keeping(request.ByteSize()):
-            call.code = "CANCELLED"  # replaced if the request ends
+        with self._middleware.request(self._name, self._context) as context, self._keeping(request.ByteSize()):
+            record = context.record
+            record.code = "CANCELLED"  # replaced if the request ends
             try:
-                await self._answer(request, before)
-                call.code = "OK"
+                await self._answer(request, before, context)
+                record.code = "OK"
             except AntiphonError as error:
-                call.code = error.status.name
+                record.code = error.status.name
                 if self._ends_on_error or isinstance(error, SlowReader):  # a slow reader would not read the error
                     raise
-                call.error = error
+                record.error = error
                 failed = oip.ModelInferResponse(id=request.id, model_name=request.model_name, model_version=VERSION)
                 message = oip.ModelStreamInferResponse(error_message=str(error), infer_response=failed)
                 await self._write(_serialized(message, is_last=True))
 
-    async def _answer(self, request: oip.ModelInferRequest, before: asyncio.Task[None] | None) -> None:
+    async def _answer(
+        self, request: oip.ModelInferRequest, before: asyncio.Task[None] | None, context: RequestContext
+    ) -> None:
         is_ordered = is_encoder(self._answering.find(request.model_name, request.model_version))
         data = b""
         try:
-            inference = self._answering.read(request, is_streamed=True)
+            inference = self._answering.read(request, context, is_streamed=True)
             if inference.task is STREAMED:
-                await self._generate(inference)
+                await self._generate(inference, context)
                 return
             data = _serialized(
-                oip.ModelStreamInferResponse(infer_response=await self._answering.infer(inference, self._context)),
+                oip.ModelStreamInferResponse(infer_response=await self._answering.infer(inference, context)),
                 is_last=True,
             )
         finally:
@@ -87,8 +87,8 @@ class Conversation:
                     await asyncio.wait({before})
         await self._write(data)
 
-    async def _generate(self, inference: Inference) -> None:
-        with self._answering.counting(inference.served) as timings:
+    async def _generate(self, inference: Inference, context: RequestContext) -> None:
+        with self._answering.counting(inference.model) as timings:
 
             async def write(data: bytes) -> None:
                 message = pb.GenerateResponse.FromString(data)
@@ -101,9 +101,9 @@ class Conversation:
                 del message, response  # the client may not read, and their objects take several times the memory
                 await self._write(data)
 
-            context = cast("Context", RequestContext(self._context, inference.timeout_s, write))
+            streamed = context.derive(timeout_s=inference.timeout_s, send=write)
             try:
-                await inference.task.method(inference.served.servicer, inference.messages[0], context)
+                await inference.task.method(inference.model.servicer, inference.messages[0], streamed)
             except InvalidArgument as error:
                 raise inference.with_client_field(error) from None
 

@@ -1,7 +1,7 @@
 """Reads tensors of the Open Inference Protocol from requests, and writes them into responses.
 
 Elements are either raw (little endian, row by row, each BYTES element after its length in 4 bytes) or typed. Requests
-may use both forms; responses are raw, as Triton's are. Knows no model.
+may use both forms; responses are raw, as Triton's are.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ def read_inputs(message: pb.ModelInferRequest) -> dict[str, Tensor]:
             "raw_input_contents", f"{len(raws)} long", f"one for each of {len(message.inputs)} inputs"
         )
     tensors: dict[str, Tensor] = {}
-    for index, given in enumerate(message.inputs):
-        if given.name in tensors:
-            raise InvalidArgument("inputs", [given.name[:64]] * 2, "of different names")
-        tensors[given.name] = _read(given, raws[index] if raws else None)
+    for index, tensor in enumerate(message.inputs):
+        if tensor.name in tensors:
+            raise InvalidArgument("inputs", [tensor.name[:64]] * 2, "of different names")
+        tensors[tensor.name] = _read(tensor, raws[index] if raws else None)
     return tensors
 
 
@@ -63,34 +63,36 @@ def write_outputs(response: pb.ModelInferResponse, tensors: Sequence[Tensor]) ->
         response.raw_output_contents.append(_packed(tensor))
 
 
-_Given = pb.ModelInferRequest.InferInputTensor | pb.ModelInferRequest.InferRequestedOutputTensor
+_TensorMessage = pb.ModelInferRequest.InferInputTensor | pb.ModelInferRequest.InferRequestedOutputTensor
 
 
-def check_parameters(tensor: _Given) -> None:
+def check_parameters(tensor: _TensorMessage) -> None:
     """Raise Unsupported for shared memory and classification. Ignores other parameters that clients add, as sizes."""
     for name in tensor.parameters:
         if name.startswith("shared_memory") or name == "classification":
             raise Unsupported(f"{tensor.name}: {name} is not supported; send and request plain elements")
 
 
-def _read(given: pb.ModelInferRequest.InferInputTensor, raw: bytes | None) -> Tensor:
-    check_parameters(given)
-    shape = tuple(given.shape)
+def _read(tensor: pb.ModelInferRequest.InferInputTensor, raw: bytes | None) -> Tensor:
+    check_parameters(tensor)
+    shape = tuple(tensor.shape)
     if len(shape) > _MAX_RANK or any(length < 0 for length in shape):
-        raise InvalidArgument(f"{given.name}.shape", list(shape[:16]), f"at most {_MAX_RANK} lengths of 0 or more")
-    if raw is not None and given.HasField("contents"):
-        raise InvalidArgument(f"{given.name}.contents", "set", "unset if raw_input_contents is set")
-    values = _typed(given) if raw is None else list(_unpacked(given.name, given.datatype, raw))
+        raise InvalidArgument(f"{tensor.name}.shape", list(shape[:16]), f"at most {_MAX_RANK} lengths of 0 or more")
+    if raw is not None and tensor.HasField("contents"):
+        raise InvalidArgument(f"{tensor.name}.contents", "set", "unset if raw_input_contents is set")
+    values = _typed(tensor) if raw is None else list(_unpacked(tensor.name, tensor.datatype, raw))
     if (expected := math.prod(shape)) != len(values):
-        raise InvalidArgument(given.name, f"{len(values)} elements", f"{expected}, as the shape {list(shape)} requires")
-    return Tensor(given.name, given.datatype, shape, values)
+        raise InvalidArgument(
+            tensor.name, f"{len(values)} elements", f"{expected}, as the shape {list(shape)} requires"
+        )
+    return Tensor(tensor.name, tensor.datatype, shape, values)
 
 
-def _typed(given: pb.ModelInferRequest.InferInputTensor) -> Sequence[Any]:
-    if given.datatype == "BYTES":
-        return given.contents.bytes_contents
-    _, field = _number(given.name, given.datatype)
-    values: Sequence[Any] = getattr(given.contents, field)
+def _typed(tensor: pb.ModelInferRequest.InferInputTensor) -> Sequence[Any]:
+    if tensor.datatype == "BYTES":
+        return tensor.contents.bytes_contents
+    _, field = _number(tensor.name, tensor.datatype)
+    values: Sequence[Any] = getattr(tensor.contents, field)
     return values
 
 

@@ -10,15 +10,14 @@ import grpc
 from antiphon.client.connection import WORKER_KEY
 from antiphon.domain.errors import AntiphonError
 from antiphon.domain.request import Priority
-from antiphon.observability.call import Call, current_call
-from antiphon.observability.telemetry import Telemetry
-from antiphon.rpc.calls.connections.resets import Resets
-from antiphon.rpc.calls.method_handlers import handlers_of
-from antiphon.rpc.calls.rpc import NO_LIMITS, CallLimits, Context, InFlight, Method
-from antiphon.rpc.v1.answers.pacing import Pacing
-from antiphon.rpc.v1.many.conversation import Conversation
+from antiphon.observability.call import CallRecord
+from antiphon.rpc.context import RequestContext
+from antiphon.rpc.endpoints import Method
+from antiphon.rpc.middleware import CallMiddleware, handlers_of
+from antiphon.rpc.v1.generate_many import Conversation
 from antiphon.rpc.v1.models import Models
 from antiphon.rpc.v1.servicer import InferenceServicer
+from antiphon.rpc.v1.streaming import Pacing
 from antiphon.v1 import inference_pb2 as pb
 
 SERVICE = pb.DESCRIPTOR.services_by_name["InferenceService"]
@@ -26,7 +25,7 @@ SERVICE_NAME = SERVICE.full_name
 _REQUEST_OF_MANY = f"{SERVICE_NAME}/GenerateMany:request"
 
 # Every RPC whose request names a model.
-_METHODS: dict[str, Callable[[InferenceServicer, Any, Context], Awaitable[Any]]] = {
+_METHODS: dict[str, Callable[[InferenceServicer, Any, RequestContext], Awaitable[Any]]] = {
     "Generate": InferenceServicer.generate,
     "GenerateUnary": InferenceServicer.generate_unary,
     "Score": InferenceServicer.score,
@@ -43,40 +42,35 @@ _METHODS: dict[str, Callable[[InferenceServicer, Any, Context], Awaitable[Any]]]
 }
 
 
-class Calls:
-    """RPCs of the served models, with the number of RPCs in flight."""
+class Handlers:
+    """Handlers of antiphon.v1.InferenceService for all models, within the middlewares of its port."""
 
     def __init__(
         self,
         models: Models,
-        telemetry: Telemetry,
+        middleware: CallMiddleware,
         pacing: Pacing,
-        limits: CallLimits = NO_LIMITS,
-        resets: Resets | None = None,
         place: str | None = None,
     ) -> None:
-        """resets: closes connections that reset their calls; None closes none.
-
-        place: index of this process and number of processes that share the port, such as 0/2; None if it is alone.
-        """
+        """place: index of this process and number of those that share the port, such as 0/2; None if it is alone."""
         self.models = models
         self._place = place
         self._pacing = pacing
-        self.in_flight = InFlight(telemetry, pacing.waits, limits, resets)
+        self.middleware = middleware
 
     async def wait_until_idle(self) -> None:
         """Return when no RPC is in flight."""
-        await self.in_flight.wait_until_idle()
+        await self.middleware.wait_until_idle()
 
     def generic_handler(self) -> grpc.GenericRpcHandler:
         """Return the handlers of every method of the service, for `add_generic_rpc_handlers`."""
         methods = {name: self._routed(method) for name, method in _METHODS.items()}
-        self.in_flight.expect(_REQUEST_OF_MANY)
+        self.middleware.expect(_REQUEST_OF_MANY)
         own: dict[str, Method] = {"GenerateMany": self._generate_many, "ListModels": self._list_models}
         checks = dict.fromkeys(("Generate", "GenerateUnary"), self._check_room)
-        return handlers_of(SERVICE, methods | own, self.in_flight, checks)
+        return handlers_of(SERVICE, methods | own, self.middleware, checks)
 
-    def _check_room(self, call: Call) -> None:
+    def _check_room(self, call: CallRecord) -> None:
         """Raise QueueFull if no request of this caller could wait, whatever it is.
 
         Under overload most calls are refused, and reading their requests would take most of the time. Of several models
@@ -84,29 +78,28 @@ class Calls:
         """
         if len(self.models) != 1:
             return
-        (served,) = self.models
+        (model,) = self.models
         try:
-            served.engine.check_room(call.caller, Priority.INTERACTIVE)  # has the most room
+            model.engine.check_room(call.caller, Priority.INTERACTIVE)  # has the most room
         except AntiphonError:
-            call.routed(served.name, served.metrics)
+            call.routed(model.name, model.metrics)
             raise
 
-    def _routed(self, method: Callable[[InferenceServicer, Any, Context], Awaitable[Any]]) -> Method:
-        async def routed(request: Any, context: Context) -> Any:
-            served = self.models.find(request.model)
-            if (call := current_call()) is not None:
-                call.routed(served.name, served.metrics)
-            return await method(served.servicer, request, context)
+    def _routed(self, method: Callable[[InferenceServicer, Any, RequestContext], Awaitable[Any]]) -> Method:
+        async def routed(request: Any, context: RequestContext) -> Any:
+            model = self.models.find(request.model)
+            context.record.routed(model.name, model.metrics)
+            return await method(model.servicer, request, context)
 
         return routed
 
-    async def _generate_many(self, messages: AsyncIterator[pb.GenerateManyRequest], context: Context) -> None:
+    async def _generate_many(self, messages: AsyncIterator[pb.GenerateManyRequest], context: RequestContext) -> None:
         """Answer the requests of a call, each by the model that it names. A trailer says which process has answered."""
-        if self._place is not None and (call := current_call()) is not None:
-            call.trailers.append((WORKER_KEY, self._place))
-        await Conversation(_REQUEST_OF_MANY, self.models, self.in_flight, self._pacing, context).run(messages)
+        if self._place is not None:
+            context.record.trailers.append((WORKER_KEY, self._place))
+        await Conversation(_REQUEST_OF_MANY, self.models, self.middleware, self._pacing, context).run(messages)
 
-    async def _list_models(self, message: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:
+    async def _list_models(self, message: pb.ListModelsRequest, context: RequestContext) -> pb.ListModelsResponse:
         """Describe every model, the default first."""
         self.models.check_loaded()
-        return pb.ListModelsResponse(models=[served.description for served in self.models])
+        return pb.ListModelsResponse(models=[model.description for model in self.models])

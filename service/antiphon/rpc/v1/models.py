@@ -20,8 +20,8 @@ _SHOWN_NAMES = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Served:
-    """Served model: its RPC methods and its engine."""
+class LoadedModel:
+    """LoadedModel model: its RPC methods and its engine."""
 
     name: str
     precision: str
@@ -35,51 +35,51 @@ class Models:
     """The models served, in the order in which they were loaded. The first is the default."""
 
     def __init__(self) -> None:
-        self._served: dict[str, Served] = {}
+        self._models: dict[str, LoadedModel] = {}
 
-    def __iter__(self) -> Iterator[Served]:
-        return iter(tuple(self._served.values()))
+    def __iter__(self) -> Iterator[LoadedModel]:
+        return iter(tuple(self._models.values()))
 
     def __len__(self) -> int:
-        return len(self._served)
+        return len(self._models)
 
-    def find(self, name: str) -> Served:
+    def find(self, name: str) -> LoadedModel:
         """Return the model of a name; the default for the empty name.
 
         Raises ModelNotFound, which lists the served models, or Loading before the first model is served.
         """
         self.check_loaded()
         if not name:
-            return next(iter(self._served.values()))
+            return next(iter(self._models.values()))
         try:
-            return self._served[name]
+            return self._models[name]
         except KeyError:
             raise ModelNotFound(f"model {name[:_SHOWN_NAME]!r} is not served here; {self._listed()}") from None
 
     def check_loaded(self) -> None:
         """Raise Loading before the first model is served; afterwards there is always one."""
-        if not self._served:
+        if not self._models:
             raise Loading("the server is still loading its models")
 
     def check_free(self, name: str) -> None:
         """Raise ModelExists if a model of this name is served."""
-        if name in self._served:
+        if name in self._models:
             raise ModelExists(f"a model {name!r} is served already; unload it first, or take another name")
 
-    def add(self, served: Served) -> None:
+    def add(self, model: LoadedModel) -> None:
         """Start to serve a model. Raises ModelExists."""
-        self.check_free(served.name)
-        self._served[served.name] = served
+        self.check_free(model.name)
+        self._models[model.name] = model
 
-    def remove(self, name: str) -> Served:
+    def remove(self, name: str) -> LoadedModel:
         """Stop serving a model; its running requests continue. Raises ModelNotFound, or LastModel for the only one."""
         self.find(name or " ")  # the empty name must not find the default model
-        if len(self._served) == 1:
+        if len(self._models) == 1:
             raise LastModel(f"model {name!r} is the only one; load another first, or stop the server")
-        return self._served.pop(name)
+        return self._models.pop(name)
 
     def _listed(self) -> str:
-        names = list(self._served)
+        names = list(self._models)
         if len(names) == 1:
             return f"{names[0]!r} is"
         rest = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""

@@ -15,8 +15,8 @@ from grpc_health.v1.health_pb2 import HealthCheckResponse
 
 from antiphon.domain.errors import BadBundle, Unavailable
 from antiphon.engine.engine import Engine
-from antiphon.rpc.calls.background import ignore_result, in_background
-from antiphon.rpc.v1.models import Models, Served
+from antiphon.rpc.background import ignore_result, in_background
+from antiphon.rpc.v1.models import LoadedModel, Models
 from antiphon.server.models.loading import SharedResources, StartupError, load
 from antiphon.server.settings import ModelPlan
 
@@ -38,7 +38,7 @@ class Control:
         self._announce = announce
         self._changing = asyncio.Lock()
         self._changes: set[asyncio.Task[Any]] = set()
-        self._leaving: list[Served] = []
+        self._leaving: list[LoadedModel] = []
         self._stopping = asyncio.Event()
 
     @property
@@ -55,13 +55,13 @@ class Control:
         """True when the thread of a drained engine still runs: it is in a step that does not end."""
         return self._stopping.is_set() and any(engine.is_alive for engine in self._engines)
 
-    async def publish(self, served: Served) -> None:
+    async def publish(self, served: LoadedModel) -> None:
         """Serve a loaded model. Raises ModelExists."""
         self.models.add(served)
         served.engine.start()
         await self._announce(served.name, HealthCheckResponse.SERVING)
 
-    async def load(self, plan: ModelPlan) -> Served:
+    async def load(self, plan: ModelPlan) -> LoadedModel:
         """Load a bundle and serve it under the plan's name. Returns when the model is served.
 
         Raises ModelExists, BadBundle, OverBudget or, while draining, Unavailable; then nothing has changed.
@@ -91,7 +91,7 @@ class Control:
         task.add_done_callback(self._changes.discard)
         return await asyncio.shield(task)
 
-    async def _load(self, plan: ModelPlan) -> Served:
+    async def _load(self, plan: ModelPlan) -> LoadedModel:
         async with self._changing:
             self._check_running()
             if plan.name is not None:
@@ -115,7 +115,7 @@ class Control:
             log.info("model %s is unloaded", name)
             return has_drained
 
-    async def _unless_stopping(self, loading: asyncio.Future[Served]) -> Served:
+    async def _unless_stopping(self, loading: asyncio.Future[LoadedModel]) -> LoadedModel:
         """Return the loaded model. Raises Unavailable as soon as the server drains, without waiting for the load."""
         stopping = asyncio.ensure_future(self._stopping.wait())
         try:
@@ -130,7 +130,7 @@ class Control:
         if self._stopping.is_set():
             raise Unavailable("the server is shutting down")
 
-    def _forget(self, served: Served) -> None:
+    def _forget(self, served: LoadedModel) -> None:
         """Free a model's memory. Calls that still write its last answers keep the little that they need."""
         served.engine.release()
         served.metrics.remove()

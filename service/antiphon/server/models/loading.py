@@ -19,12 +19,11 @@ from antiphon.observability.metrics import MetricFamilies
 from antiphon.ops.cache_geometry import BLOCK_SIZE, blocks_of_longest
 from antiphon.ops.cuda.driver import CudaDevice, CudaError
 from antiphon.ops.workspace import WorkspaceError
-from antiphon.rpc.v1.answers.pacing import Pacing
-from antiphon.rpc.v1.describe import describe
-from antiphon.rpc.v1.models import Served
-from antiphon.rpc.v1.requests.long_texts import LongTexts
-from antiphon.rpc.v1.served.served_model import ServedModel
+from antiphon.rpc.v1.inputs import LongTexts
+from antiphon.rpc.v1.model_info import ModelInfo, describe
+from antiphon.rpc.v1.models import LoadedModel
 from antiphon.rpc.v1.servicer import InferenceServicer
+from antiphon.rpc.v1.streaming import Pacing
 from antiphon.runtime.explain import Explainer
 from antiphon.runtime.lanes import fastest_num_lanes, open_lanes, possible_lanes
 from antiphon.runtime.next_token import NextTokenScorer
@@ -178,7 +177,7 @@ def _backend(bundle: Bundle, plan: ModelPlan, resources: SharedResources) -> _Pr
     return _Processor(bundle, bundle.graph_set(plan.precision), plan, resources.num_workers)
 
 
-def load(plan: ModelPlan, resources: SharedResources) -> Served:
+def load(plan: ModelPlan, resources: SharedResources) -> LoadedModel:
     """Verify the bundle, load its graphs and tokenizer, and build an engine without starting it.
 
     Raises StartupError, or OverBudget before any graph is loaded; then everything is released.
@@ -201,7 +200,7 @@ def load(plan: ModelPlan, resources: SharedResources) -> Served:
 
 def _open(
     bundle: Bundle, name: str, plan: ModelPlan, resources: SharedResources, backend: _Processor | _Gpu, need: Need
-) -> Served:
+) -> LoadedModel:
     tokenizer = _tokenizer(bundle)
     graphs, opened = backend.graphs, backend.open(need)
     runner = opened.runners[0]
@@ -211,7 +210,7 @@ def _open(
     description.name = name
     explainer = Explainer(bundle, precision=runner.precision)
     positions = bundle.manifest.positions
-    model = ServedModel(
+    model = ModelInfo(
         description=description,
         tokenizer=tokenizer,
         text=bundle.manifest.text,
@@ -224,7 +223,7 @@ def _open(
     metrics = _metrics(Metrics(resources.families, name), bundle, graphs, opened.memory)
     metrics.watch_arena(*(lane_runner.workspace for lane_runner in opened.runners))
     engine = Engine(runner, opened.limits, metrics, more_runners=opened.runners[1:])
-    return Served(
+    return LoadedModel(
         name=name,
         precision=runner.precision,
         servicer=InferenceServicer(model, engine, resources.pacing, resources.long_texts),

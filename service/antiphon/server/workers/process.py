@@ -18,10 +18,10 @@ from prometheus_client import CollectorRegistry, Metric
 from antiphon.observability.logging import BackgroundHandler
 from antiphon.observability.metrics import MetricFamilies, add_process_metrics
 from antiphon.observability.telemetry import Telemetry
-from antiphon.rpc.calls.background import running_in_background
-from antiphon.rpc.calls.connections.ports import PortError
-from antiphon.rpc.calls.probes import HealthServicer, Probes
-from antiphon.rpc.security.file_metrics import FileMetrics
+from antiphon.rpc.background import running_in_background
+from antiphon.rpc.ports import PortError
+from antiphon.rpc.reloading import FileMetrics
+from antiphon.rpc.standard_services import HealthServicer, Probes
 from antiphon.server.access import Access
 from antiphon.server.admin import admin_port
 from antiphon.server.app import observing

@@ -25,10 +25,9 @@ from antiphon.domain.errors import OverBudget
 from antiphon.engine.engine import interpreter_for_steps
 from antiphon.observability.logging import configure_logging
 from antiphon.observability.telemetry import Telemetry
-from antiphon.rpc.calls.connections.ports import PortError
-from antiphon.rpc.security.file_metrics import FileMetrics
-from antiphon.rpc.security.reload import FileProblem
-from antiphon.rpc.v1.models import Served
+from antiphon.rpc.ports import PortError
+from antiphon.rpc.reloading import FileMetrics, FileProblem
+from antiphon.rpc.v1.models import LoadedModel
 from antiphon.server.access import Access
 from antiphon.server.admin import AdminServicer
 from antiphon.server.app import App, observing, shared_resources, within_files
@@ -139,7 +138,7 @@ class _WorkerService:
         self._go = asyncio.Event()
         self.is_serving = asyncio.Event()
 
-    async def may_serve(self, models: list[Served], stop: Stop) -> bool:
+    async def may_serve(self, models: list[LoadedModel], stop: Stop) -> bool:
         """Report the loaded models. Return True when the supervisor lets them be served, False if it stops first."""
         self._loaded.set_result([_described(served) for served in models])
         return bool(await stop.unless_asked(self._go.wait()))
@@ -161,7 +160,7 @@ class _WorkerService:
         return _text((await call(request.FromString(base64.b64decode(argument)))).SerializeToString())
 
 
-def _described(served: Served) -> dict[str, str]:
+def _described(served: LoadedModel) -> dict[str, str]:
     description = _text(served.description.SerializeToString())
     return {"name": served.name, "precision": served.precision, "description": description}
 

@@ -12,16 +12,18 @@ from typing import Any
 from unittest import mock
 
 from antiphon.observability.telemetry import Telemetry
-from antiphon.rpc.calls import rpc
-from antiphon.rpc.calls.rpc import InFlight
-from antiphon.rpc.v1.answers.answers import Answer
-from antiphon.rpc.v1.requests.inputs import Inputs
-from antiphon.rpc.v1.requests.request_reader import RequestReader
-from antiphon.rpc.v1.submission import Submission
+from antiphon.rpc import middleware
+from antiphon.rpc.middleware import CallMiddleware, LimitMiddleware, TelemetryMiddleware
+from antiphon.rpc.v1.inputs import Inputs
+from antiphon.rpc.v1.requests import RequestReader
+from antiphon.rpc.v1.responses import Answer
+from antiphon.rpc.v1.streaming import Submission
 
 _STAGES: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
-    ("parsing", rpc, ("_parsed",)),
-    ("limits and places", InFlight, ("_enter", "_exit", "_check", "begin_request", "end_request")),
+    ("parsing", middleware, ("parsed",)),
+    ("limits and places", CallMiddleware, ("begin", "begin_request", "end_request")),
+    ("limits and places", TelemetryMiddleware, ("leave",)),
+    ("limits and places", LimitMiddleware, ("check",)),
     ("record, log and metrics", Telemetry, ("begin", "begin_request", "end")),
     ("tokenising", Inputs, ("_ids",)),
     ("request", RequestReader, ("generate",)),

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from antiphon.bundle.manifest import Bundle, GraphSet
 from antiphon.domain.limits import EngineLimits
 from antiphon.ops.cache_geometry import BLOCK_SIZE
-from antiphon.rpc.calls.waits.client_waits import FLOOD_FACTOR
-from antiphon.rpc.security.access_settings import AccessSettings
+from antiphon.rpc.access_settings import AccessSettings
+from antiphon.rpc.client_waits import FLOOD_FACTOR
 from antiphon.server.models.memory import Need, need_of
 from antiphon.server.ports import max_unaccepted_calls
 from antiphon.server.service_port import MAX_INCOMPLETE_BYTES

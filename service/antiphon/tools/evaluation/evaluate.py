@@ -31,7 +31,7 @@ from antiphon.domain.errors import InvalidArgument
 from antiphon.domain.limits import ALLOWED
 from antiphon.domain.request import SamplingParams
 from antiphon.ops.workspace import WorkspaceError
-from antiphon.rpc.v1.requests.languages import RequestLanguages, named_languages
+from antiphon.rpc.v1.languages import RequestLanguages, named_languages
 from antiphon.runtime.encoder_runner import EncoderRunner
 from antiphon.runtime.runners import open_runner
 from antiphon.text.format import TextFormat

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from antiphon.bundle.manifest import Bundle, Measure
-from antiphon.domain.request import Arrival, Readout, Task
+from antiphon.domain.request import Arrival, EncoderOutputs, Task
 from antiphon.domain.tasks import ReadHead
 from antiphon.runtime.encoder_runner import EncoderRunner
 from antiphon.text.template import fill, num_before
@@ -84,7 +84,7 @@ class _Reading:
         """Measure the accuracy of texts."""
         asked = [(self._tokenizer.encode(item.text)[: self._room], (0,)) for item in items]
         found, seconds = self._ask(Task.CLASSIFY, asked)
-        right = sum(self._best(readout)[0] == item.label for readout, item in zip(found, items, strict=True))
+        right = sum(self._best(outputs)[0] == item.label for outputs, item in zip(found, items, strict=True))
         return LabelScore(
             system=self._system, measure="accuracy", value=right / len(items), texts=len(items), seconds=seconds
         )
@@ -97,8 +97,8 @@ class _Reading:
         found, seconds = self._ask(Task.TAG, [(tokens, tuple(range(before, before + len(tokens)))) for tokens in ids])
         words = [words_of_tokens(i.words, e.offsets)[: self._room] for i, e in zip(items, encodings, strict=True)]
         tags = [
-            first_tags(of_tokens, self._best(readout), len(item.words))
-            for of_tokens, readout, item in zip(words, found, items, strict=True)
+            first_tags(of_tokens, self._best(outputs), len(item.words))
+            for of_tokens, outputs, item in zip(words, found, items, strict=True)
         ]
         score = span_score([item.tags for item in items], tags)
         return LabelScore(
@@ -115,10 +115,12 @@ class _Reading:
     def _system(self) -> str:
         return f"antiphon {self._runner.precision}"
 
-    def _best(self, readout: Readout) -> list[str]:
-        return [self._labels[best] for best in readout.values.argmax(axis=1).tolist()]
+    def _best(self, outputs: EncoderOutputs) -> list[str]:
+        return [self._labels[best] for best in outputs.values.argmax(axis=1).tolist()]
 
-    def _ask(self, task: Task, asked: Sequence[tuple[Sequence[int], tuple[int, ...]]]) -> tuple[list[Readout], float]:
+    def _ask(
+        self, task: Task, asked: Sequence[tuple[Sequence[int], tuple[int, ...]]]
+    ) -> tuple[list[EncoderOutputs], float]:
         """Run the head on each text. asked: tokens of each text and the positions to read. Also return the seconds."""
         requests = []
         for index, (ids, picks) in enumerate(asked):
@@ -134,4 +136,4 @@ class _Reading:
         started = time.perf_counter()
         events = asyncio.run(answer_all(self._runner, requests, unit="text"))
         seconds = time.perf_counter() - started
-        return [event.readout for event in events if event.readout is not None], seconds
+        return [event.encoder_outputs for event in events if event.encoder_outputs is not None], seconds

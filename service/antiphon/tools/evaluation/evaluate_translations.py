@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from antiphon.domain.request import Arrival, SamplingParams
 from antiphon.domain.tasks import Generate
-from antiphon.rpc.v1.requests.languages import RequestLanguages
+from antiphon.rpc.v1.languages import RequestLanguages
 from antiphon.runtime.runners import AnyRunner
 from antiphon.text.format import TextFormat
 from antiphon.text.template import LanguageIds

@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry
 
 from antiphon.client import Source
 from antiphon.observability.logging import configure_logging
-from antiphon.rpc.security.file_metrics import FileMetrics
+from antiphon.rpc.reloading import FileMetrics
 from antiphon.server.access import Access
 from antiphon.server.app import App, observing, shared_resources
 from antiphon.server.lifecycle import Stop

@@ -1,1 +1,0 @@
-"""Parts common to all calls: limits, time limits, status, health and sockets."""

@@ -1,1 +1,0 @@
-"""Connections of clients: ports, limits of scrapes, and closing a connection."""

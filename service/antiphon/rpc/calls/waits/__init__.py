@@ -1,1 +1,0 @@
-"""Waiting of calls: for their turn at the event loop, and for their own clients."""

@@ -1,1 +1,0 @@
-"""Certificates, bearer tokens, and the authentication of every call."""

@@ -1,1 +1,0 @@
-"""GenerateMany: many requests over one call."""

@@ -1,1 +1,0 @@
-"""Requests of antiphon.v1: messages read into requests of the engine."""

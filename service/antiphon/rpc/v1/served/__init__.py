@@ -1,1 +1,0 @@
-"""Parts of one served model, and the defaults of its requests."""
