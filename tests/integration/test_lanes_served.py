@@ -13,7 +13,7 @@ from antiphon.server.models.memory import encode_budget, need_of
 from antiphon.server.models.model_settings import ModelPlan, ModelSettings
 from antiphon.server.settings import ServerConfig
 from antiphon.text.tokenizer import Tokenizer
-from antiphon.tools.bench.drivers.offline import Offline
+from antiphon.tools.offline import Offline
 from tests.integration.test_shipped_bundle import BUNDLE, SENTENCES
 
 ROWS = 24

@@ -36,7 +36,7 @@ from antiphon.tools.bench.ctranslate2.conversion import (
     save_ctranslate2_model,
     translate,
 )
-from antiphon.tools.bench.drivers.offline import Offline
+from antiphon.tools.offline import Offline
 from antiphon.transformer.greedy import greedy
 from antiphon.transformer.transformer import Stack, Transformer
 from tests.parity.exports import native_stepper, small_config, write_checkpoint

@@ -29,7 +29,7 @@ from antiphon.tools.bench.ctranslate2.reference import (
 from antiphon.tools.bench.drivers.arrivals import offer
 from antiphon.tools.bench.drivers.batcher import Batcher, BatcherConfig
 from antiphon.tools.bench.drivers.null_runner import NullRunner
-from antiphon.tools.bench.drivers.offline import Offline
+from antiphon.tools.offline import Offline
 from antiphon.tools.bench.drivers.static import translate_static
 from antiphon.tools.bench.node_profile import summary
 from antiphon.tools.bench.plot import plot_growth

@@ -36,7 +36,7 @@ def _antiphon(folder: Path, sources: list[Ids], max_new_tokens: int, settings: l
     from antiphon.bundle.manifest import load_bundle
     from antiphon.runtime.runners import open_runner
     from antiphon.runtime.warm_up import warm_up
-    from antiphon.tools.bench.drivers.offline import Offline
+    from antiphon.tools.offline import Offline
 
     (threads,) = settings
     rows = len(sources)

@@ -16,11 +16,11 @@ from antiphon.tools.bench.ctranslate2.reference import (
     decode_candidates,
     prompts_of,
 )
-from antiphon.tools.bench.drivers.offline import Offline
 from antiphon.tools.bench.report import Case, Finding, compare, share_equal
 from antiphon.tools.bench.sections.decode import num_requests
 from antiphon.tools.bench.setup import Setup, Subject
 from antiphon.tools.bench.timing import alternate, timed
+from antiphon.tools.offline import Offline
 
 WIDTH = 4
 CONCURRENCY = 16

@@ -17,11 +17,11 @@ from antiphon.tools.bench.ctranslate2.reference import (
     decode_candidates,
     prompts_of,
 )
-from antiphon.tools.bench.drivers.offline import Offline
 from antiphon.tools.bench.report import BenchFailure, Case, Finding, compare, share_equal
 from antiphon.tools.bench.setup import Setup, Subject
 from antiphon.tools.bench.sources import Ids
 from antiphon.tools.bench.timing import alternate, timed
+from antiphon.tools.offline import Offline
 
 ROWS = (1, 8, 32, 64, 128)
 # Requests of one run: a multiple of the rows, and at least a minimum, so that start and end of a run matter little.

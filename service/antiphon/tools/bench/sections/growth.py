@@ -8,11 +8,11 @@ from __future__ import annotations
 import statistics
 from dataclasses import replace
 
-from antiphon.tools.bench.drivers.offline import Offline
 from antiphon.tools.bench.report import Finding
 from antiphon.tools.bench.sections.decode import ROWS, num_requests
 from antiphon.tools.bench.setup import Setup, Subject
 from antiphon.tools.bench.timing import timed
+from antiphon.tools.offline import Offline
 
 
 def growth(setup: Setup) -> list[Finding]:

@@ -11,9 +11,9 @@ import time
 from dataclasses import dataclass
 
 from antiphon.tools.bench.drivers.null_runner import NullRunner
-from antiphon.tools.bench.drivers.offline import Offline
 from antiphon.tools.bench.report import Finding
 from antiphon.tools.bench.setup import Setup
+from antiphon.tools.offline import Offline
 
 ROWS = 64
 BEAM_WIDTH = 4

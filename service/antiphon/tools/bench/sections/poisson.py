@@ -36,11 +36,11 @@ from antiphon.tools.bench.ctranslate2.reference import (
 )
 from antiphon.tools.bench.drivers.arrivals import Waits, offer
 from antiphon.tools.bench.drivers.batcher import Batcher, BatcherConfig
-from antiphon.tools.bench.drivers.offline import Offline
 from antiphon.tools.bench.report import Case, Finding
 from antiphon.tools.bench.setup import Setup, Subject
 from antiphon.tools.bench.sources import Ids
 from antiphon.tools.bench.timing import alternate
+from antiphon.tools.offline import Offline
 
 ROWS = 64
 LIMIT_S = 0.25

@@ -13,10 +13,10 @@ from functools import partial
 from typing import Any
 
 from antiphon.domain.request import SamplingParams
-from antiphon.tools.bench.drivers.offline import Offline
 from antiphon.tools.bench.report import Case, Finding, compare
 from antiphon.tools.bench.setup import Setup, Subject
 from antiphon.tools.bench.timing import alternate, timed
+from antiphon.tools.offline import Offline
 
 ROWS = 64
 TEMPERATURE = 2.0

@@ -14,7 +14,6 @@ from antiphon.client import Source
 from antiphon.client.many import DEFAULT_CONCURRENCY
 from antiphon.runtime.runner import Runner
 from antiphon.tools.bench.ctranslate2.reference import CTranslate2Reference, prompts_of
-from antiphon.tools.bench.drivers.offline import Offline
 from antiphon.tools.bench.drivers.static import translate_static
 from antiphon.tools.bench.processes.server import BenchServer, EchoServer, Served, run_client
 from antiphon.tools.bench.report import BenchFailure, Case, Finding, Speed, compare
@@ -22,6 +21,7 @@ from antiphon.tools.bench.sections.decode import settings_for
 from antiphon.tools.bench.setup import Setup, Subject
 from antiphon.tools.bench.sources import Ids
 from antiphon.tools.bench.timing import alternate, timed
+from antiphon.tools.offline import Offline
 
 ENGINE_ROWS = (32,)
 # Number of static batches in one run of the engine section; each has `rows` sources.

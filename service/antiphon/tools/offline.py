@@ -1,10 +1,11 @@
-"""The engine without a network. Keeps a constant number of requests in the engine: each one is followed by the next."""
+"""Engine without a network: for `antiphon bench`, with a constant number of requests, and for `antiphon evaluate`."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Coroutine, Iterator, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -12,7 +13,7 @@ import uvloop
 from prometheus_client import CollectorRegistry
 
 from antiphon.domain.limits import EngineLimits
-from antiphon.domain.request import Arrival, FinishReason, SamplingParams, TokenEvent
+from antiphon.domain.request import Arrival, FinishReason, Request, SamplingParams, TokenEvent
 from antiphon.domain.tasks import Generate
 from antiphon.engine.engine import Engine
 from antiphon.engine.interpreter import interpreter_for_steps
@@ -20,6 +21,7 @@ from antiphon.engine.sequences.stream import OutputStream
 from antiphon.observability.metrics.engine_metrics import Metrics
 from antiphon.observability.metrics.metric_families import MetricFamilies
 from antiphon.runtime.runner import Runner
+from antiphon.runtime.runners import AnyRunner
 
 A = TypeVar("A")
 
@@ -31,11 +33,8 @@ class Offline:
     """
 
     def __init__(self, *runners: Runner, rows: int) -> None:
-        first, *further = runners
-        limits = EngineLimits.for_offline_work(rows)
-        self._eos_id = first.eos_id
-        metrics = Metrics(MetricFamilies(CollectorRegistry()), "offline")
-        self._engine = Engine(first, limits, metrics, further=further)
+        self._eos_id = runners[0].eos_id
+        self._engine = _engine(*runners, rows=rows)
         self._loop = asyncio.Runner(loop_factory=uvloop.new_event_loop)
 
     def translate(
@@ -145,3 +144,29 @@ class Offline:
 def _raise_error(event: TokenEvent) -> None:
     if event.error is not None:
         raise event.error
+
+
+def _engine(first: Runner, *lanes: Runner, rows: int) -> Engine:
+    """Build an engine with queue limits for offline work. lanes: runners of the lanes after the first."""
+    metrics = Metrics(MetricFamilies(CollectorRegistry()), "offline")
+    return Engine(first, EngineLimits.for_offline_work(rows), metrics, further=lanes)
+
+
+async def answer_all(runner: AnyRunner, requests: Sequence[Request], *, unit: str) -> list[TokenEvent]:
+    """Submit all requests at once; return the last event of the first output of each, in order.
+
+    unit: unit of the progress bar. Raises the error with which the engine refuses a request: QueueFull above 750,000
+    requests, since the last quarter of a queue is reserved for other clients.
+    """
+    from tqdm import tqdm  # of the extra `train`, which a benchmark does not need
+
+    engine = _engine(runner, rows=runner.max_rows)
+    engine.start()
+    try:
+        streams = [OutputStream(request.request_id) for request in requests]
+        for request, stream in zip(requests, streams, strict=True):
+            arrival = replace(request.arrival, arrival_s=engine.clock())
+            engine.submit(replace(request, arrival=arrival), stream)
+        return [(await stream.collect())[0] for stream in tqdm(streams, unit=unit, disable=None)]
+    finally:
+        await asyncio.to_thread(engine.stop)

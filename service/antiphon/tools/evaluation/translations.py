@@ -1,6 +1,6 @@
-"""`antiphon evaluate` for models that translate: decodes a test set and scores it with sacreBLEU.
+"""`antiphon evaluate` for models that translate: BLEU and chrF of a test set, by sacreBLEU.
 
-Knows texts, ids and scores. evaluate.py opens the systems and passes them as functions that decode.
+A system is a function that decodes, opened by evaluate.py or checkpoints.py, or a running server.
 """
 
 from __future__ import annotations
@@ -10,10 +10,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import grpc
 from sacrebleu.metrics.bleu import BLEU
 from sacrebleu.metrics.chrf import CHRF
 from tqdm import tqdm
 
+from antiphon.cli.connection_flags import ClientTerms
+from antiphon.client import Client, Generation, Options, ServerError
 from antiphon.domain.request import Arrival, SamplingParams
 from antiphon.domain.tasks import Generate
 from antiphon.rpc.v1.requests.languages import RequestLanguages
@@ -21,7 +24,7 @@ from antiphon.runtime.runners import AnyRunner
 from antiphon.text.format import TextFormat
 from antiphon.text.template import LanguageIds
 from antiphon.text.tokenizer import Tokenizer, encode_sources
-from antiphon.tools.evaluation.offline import answer_all
+from antiphon.tools.offline import answer_all
 from antiphon.training.data.corpus import Pair
 
 Decode = Callable[[Sequence[list[int]]], list[list[int]]]
@@ -148,3 +151,36 @@ def score_answers(system: str, answers: Answers, test_set: TestSet, output: Path
         tokens_per_s=round(answers.num_tokens / answers.seconds, 1),
         bleu_signature=str(bleu.get_signature()),
     )
+
+
+def evaluate_server(
+    target: str,
+    languages: tuple[str, str],
+    terms: ClientTerms,
+    options: Options,
+    test_set: TestSet,
+    output: Path | None,
+) -> Score:
+    """Score the translations of a server's default model.
+
+    languages: of the sources and of the translations; empty takes the model's. options: of every request. A source that
+    the server refuses as too long counts as an empty translation. Raises ServerError for any other refusal, ValueError
+    for a wrong connection.
+    """
+    sources = [source for source, _ in test_set.pairs]
+    with Client(target, source_language=languages[0], target_language=languages[1], **terms) as client:
+        name = client.get_model().name
+        started = time.perf_counter()
+        results = list(tqdm(client.generate_many(sources, options), total=len(sources), unit="sentence", disable=None))
+        seconds = time.perf_counter() - started
+    refused = [result for result in results if isinstance(result, ServerError)]
+    if failures := [error for error in refused if error.code is not grpc.StatusCode.INVALID_ARGUMENT]:
+        raise failures[0]
+    answered = [result for result in results if isinstance(result, Generation)]
+    answers = Answers(
+        texts=[result.text if isinstance(result, Generation) else "" for result in results],
+        num_too_long=len(refused),
+        num_tokens=sum(result.usage.generated_tokens for result in answered),
+        seconds=seconds,
+    )
+    return score_answers(f"{name} at {target}", answers, test_set, output)

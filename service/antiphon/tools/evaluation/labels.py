@@ -17,7 +17,7 @@ from antiphon.domain.tasks import ReadHead
 from antiphon.runtime.encoder_runner import EncoderRunner
 from antiphon.text.template import fill, num_before
 from antiphon.text.tokenizer import open_tokenizer
-from antiphon.tools.evaluation.offline import answer_all
+from antiphon.tools.offline import answer_all
 from antiphon.training.data.text_files import (
     Labelled,
     Part,
@@ -64,14 +64,14 @@ def evaluate_labels(
     labels = {head.task: head.labels for head in bundle.manifest.model.heads}.get(recipe.task)
     if labels is None:
         raise RecipeError(f"recipe {recipe.name!r} has task {recipe.task!r}; {bundle.path} has no head for it")
-    reading = _Reading(bundle, runner, labels)
+    evaluation = _Evaluation(bundle, runner, labels)
     if recipe.task == "classify":
-        return reading.classify(part_of(read_parts(data, recipe.data, read_labelled), part))
-    return reading.tag(part_of(read_parts(data, recipe.data, read_tagged), part))
+        return evaluation.classify(part_of(read_parts(data, recipe.data, read_labelled), part))
+    return evaluation.tag(part_of(read_parts(data, recipe.data, read_tagged), part))
 
 
-class _Reading:
-    """Reads texts with a bundle's tokenizer, cut to the model's length as in training, and scores its labels."""
+class _Evaluation:
+    """Score of labels for texts, which are cut to the model's length as in training."""
 
     def __init__(self, bundle: Bundle, runner: EncoderRunner, labels: Sequence[str]) -> None:
         self._text = bundle.manifest.text
@@ -82,9 +82,9 @@ class _Reading:
 
     def classify(self, items: Sequence[Labelled]) -> LabelScore:
         """Measure the accuracy of texts."""
-        asked = [(self._tokenizer.encode(item.text)[: self._room], (0,)) for item in items]
-        found, seconds = self._ask(Task.CLASSIFY, asked)
-        right = sum(self._best(readout)[0] == item.label for readout, item in zip(found, items, strict=True))
+        sources = [(self._tokenizer.encode(item.text)[: self._room], (0,)) for item in items]
+        readouts, seconds = self._run(Task.CLASSIFY, sources)
+        right = sum(self._best(readout)[0] == item.label for readout, item in zip(readouts, items, strict=True))
         return LabelScore(
             system=self._system, measure="accuracy", value=right / len(items), texts=len(items), seconds=seconds
         )
@@ -94,11 +94,12 @@ class _Reading:
         before = num_before(self._text)
         encodings = [self._tokenizer.encode_source(item.text) for item in items]
         ids = [encoding.ids[: self._room] for encoding in encodings]
-        found, seconds = self._ask(Task.TAG, [(tokens, tuple(range(before, before + len(tokens)))) for tokens in ids])
+        sources = [(tokens, tuple(range(before, before + len(tokens)))) for tokens in ids]
+        readouts, seconds = self._run(Task.TAG, sources)
         words = [words_of_tokens(i.words, e.offsets)[: self._room] for i, e in zip(items, encodings, strict=True)]
         tags = [
             first_tags(of_tokens, self._best(readout), len(item.words))
-            for of_tokens, readout, item in zip(words, found, items, strict=True)
+            for of_tokens, readout, item in zip(words, readouts, items, strict=True)
         ]
         score = span_score([item.tags for item in items], tags)
         return LabelScore(
@@ -118,10 +119,10 @@ class _Reading:
     def _best(self, readout: Readout) -> list[str]:
         return [self._labels[best] for best in readout.values.argmax(axis=1).tolist()]
 
-    def _ask(self, task: Task, asked: Sequence[tuple[Sequence[int], tuple[int, ...]]]) -> tuple[list[Readout], float]:
-        """Run the head on each text. asked: tokens of each text and the positions to read. Also return the seconds."""
+    def _run(self, task: Task, sources: Sequence[tuple[Sequence[int], tuple[int, ...]]]) -> tuple[list[Readout], float]:
+        """Run the head on each text: its tokens, and the positions to read. Return the readouts and the seconds."""
         requests = []
-        for index, (ids, picks) in enumerate(asked):
+        for index, (ids, picks) in enumerate(sources):
             source_ids, type_ids = fill(self._text, ids)
             request = ReadHead(
                 arrival=Arrival(request_id=str(index), arrival_s=0.0),

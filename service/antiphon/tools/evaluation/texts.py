@@ -1,7 +1,4 @@
-"""`antiphon evaluate` for decoder-only models: perplexity of texts, with Score requests to the engine.
-
-Knows texts, tokens and log-probabilities; evaluate.py opens bundles and prints.
-"""
+"""`antiphon evaluate` for decoder-only models: perplexity of texts, by Score requests to the engine."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from antiphon.runtime.runners import AnyRunner
 from antiphon.text.format import TextFormat
 from antiphon.text.template import fill, num_before
 from antiphon.text.tokenizer import Tokenizer, open_tokenizer
-from antiphon.tools.evaluation.offline import answer_all
+from antiphon.tools.offline import answer_all
 from antiphon.training.tasks.text_loss import text_loss
 
 # The first token of a text or window is given; the following ones are scored.
@@ -66,7 +63,7 @@ class TextScore:
 def evaluate_texts(bundle: Bundle, runner: AnyRunner, texts: Sequence[str]) -> TextScore:
     """Score a decoder-only model on texts. Raises NoTextError if no text has two tokens."""
     tokenizer = open_tokenizer(bundle.path, bundle.manifest.text)
-    encoded = [ids for ids in _read(bundle.manifest.text, tokenizer, texts) if len(ids) >= SHORTEST]
+    encoded = [ids for ids in _tokenize(bundle.manifest.text, tokenizer, texts) if len(ids) >= SHORTEST]
     pieces = [piece for ids in encoded for piece in windows(ids, bundle.manifest.model.max_target_len)]
     if not pieces:
         raise NoTextError(f"none of {len(texts)} lines has {SHORTEST} tokens, the first of which is given")
@@ -75,7 +72,7 @@ def evaluate_texts(bundle: Bundle, runner: AnyRunner, texts: Sequence[str]) -> T
     events = asyncio.run(answer_all(runner, requests, unit="window"))
     seconds = time.perf_counter() - started
     loss = text_loss(
-        -math.fsum(one.logprob for event in events for one in event.logprobs),
+        -math.fsum(token.logprob for event in events for token in event.logprobs),
         b"".join(tokenizer.bytes_of(piece[1:]) for piece in pieces),
     )
     num_tokens = sum(len(piece) - 1 for piece in pieces)
@@ -100,7 +97,7 @@ def windows(ids: Sequence[int], longest: int) -> list[Sequence[int]]:
     return [ids[start : start + longest] for start in range(0, len(ids) - 1, longest - 1)]
 
 
-def _read(text: TextFormat, tokenizer: Tokenizer, texts: Sequence[str]) -> list[tuple[int, ...]]:
+def _tokenize(text: TextFormat, tokenizer: Tokenizer, texts: Sequence[str]) -> list[tuple[int, ...]]:
     """Tokenise each text, with the template's tokens before it and none after it. A blank line has no tokens."""
     before = num_before(text)
     filled = []

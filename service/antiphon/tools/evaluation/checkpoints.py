@@ -13,22 +13,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from antiphon.tools.evaluation.errors import EvaluationError
-from antiphon.tools.evaluation.evaluate_texts import SHORTEST, NoTextError, TextScore, windows
-from antiphon.tools.evaluation.evaluate_translations import (
-    Decode,
-    Reader,
-    Score,
-    TestSet,
-    in_batches,
-    score_system,
-)
+from antiphon.tools.evaluation import EvaluationError
+from antiphon.tools.evaluation.texts import SHORTEST, NoTextError, TextScore, windows
+from antiphon.tools.evaluation.translations import Decode, Reader, Score, TestSet, in_batches, score_system
 
 if TYPE_CHECKING:
     from antiphon.checkpoints.checkpoint import Checkpoint
 
 
-def _opened(path: Path, num_threads: int) -> Checkpoint:
+def _open(path: Path, num_threads: int) -> Checkpoint:
     import torch
 
     from antiphon.checkpoints.checkpoint import CheckpointError, load_checkpoint
@@ -46,7 +39,7 @@ def evaluate_checkpoint(args: argparse.Namespace, test_set: TestSet) -> list[Sco
         raise EvaluationError("--beam-width needs a bundle or a server; a checkpoint decodes greedily")
     from antiphon.transformer.greedy import greedy
 
-    checkpoint = _opened(args.model, args.threads)
+    checkpoint = _open(args.model, args.threads)
     reader = Reader(checkpoint.tokenizer, checkpoint.text, checkpoint.config.max_source_len)
 
     def decode(sources: Sequence[list[int]]) -> list[list[int]]:
@@ -92,7 +85,7 @@ def score_text_in_pytorch(path: Path, num_threads: int, text: str) -> TextScore:
     """
     from antiphon.training.tasks.language_loss import language_loss
 
-    checkpoint = _opened(path, num_threads)
+    checkpoint = _open(path, num_threads)
     if (architecture := checkpoint.config.architecture) != "decoder":
         raise EvaluationError(f"{path} has architecture={architecture!r}; it must be 'decoder'")
     ids = checkpoint.tokenizer.encode(text)
