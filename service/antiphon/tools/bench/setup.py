@@ -23,10 +23,9 @@ from antiphon.runtime.lanes import fastest_num_lanes, open_lanes, possible_lanes
 from antiphon.runtime.runners import AnyRunner, open_runner
 from antiphon.runtime.warm_up import warm_up
 from antiphon.text.tokenizer import Tokenizer, open_tokenizer
-from antiphon.tools.bench.ctranslate2.convertible import obstacle
-from antiphon.tools.bench.ctranslate2.isa import choose_isa
+from antiphon.tools.bench.corpus import Corpus, Ids, repeat, tokenize
+from antiphon.tools.bench.ctranslate2 import choose_isa, obstacle
 from antiphon.tools.bench.report import BenchError
-from antiphon.tools.bench.sources import Corpus, Ids, repeat, tokenize
 
 MODELS = ("random", "bundle")
 PRESETS = ("tiny", "base", "big")
@@ -226,7 +225,7 @@ def _code_of_models() -> list[Path]:
     """Return the code that makes models; generated models of another version are not used again."""
     model, here = Path(antiphon.bundle.__file__).parents[1], Path(__file__).parent
     code = [path for path in sorted(model.rglob("*.py")) if not path.is_relative_to(model / "bundles")]
-    return [*code, here / "make_models.py", *sorted((here / "ctranslate2").glob("*.py"))]
+    return [*code, here / "make_models.py", *sorted(here.glob("ctranslate2*.py"))]
 
 
 def _make(kind: str, origin: str, folder: Path) -> None:

@@ -63,7 +63,7 @@ def _ctranslate2_systems(checkpoint: Checkpoint, folder: Path, args: argparse.Na
         raise EvaluationError("--ctranslate2: CTranslate2 is not installed; run: pip install ctranslate2") from None
 
     from antiphon.checkpoints.checkpoint import CheckpointError
-    from antiphon.tools.bench.ctranslate2.conversion import save_ctranslate2_model, translate
+    from antiphon.tools.bench.ctranslate2_conversion import save_ctranslate2_model, translate
 
     try:
         save_ctranslate2_model(checkpoint, folder)

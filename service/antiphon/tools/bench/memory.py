@@ -9,13 +9,8 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from antiphon.tools.bench.ctranslate2.reference import (
-    CTranslate2Reference,
-    CTranslate2Settings,
-    decode_candidates,
-    prompts_of,
-)
-from antiphon.tools.bench.processes.server import PATIENCE_S
+from antiphon.tools.bench.ctranslate2 import CTranslate2Reference, CTranslate2Settings, decode_candidates, prompts_of
+from antiphon.tools.bench.processes import PATIENCE_S
 from antiphon.tools.bench.report import BenchFailure, Case, Finding
 from antiphon.tools.bench.setup import Setup, Subject
 
@@ -25,7 +20,7 @@ _MOMENTS = {"loaded_mb": "resident after load", "peak_mb": "peak resident, one f
 
 def memory(setup: Setup) -> list[Finding]:
     """Measure every model that CTranslate2 can run."""
-    return [found for subject in setup.with_ctranslate2() for found in _memory_of(subject, setup)]
+    return [finding for subject in setup.with_ctranslate2() for finding in _memory_of(subject, setup)]
 
 
 def _memory_of(subject: Subject, setup: Setup) -> list[Finding]:
@@ -55,7 +50,7 @@ def _child(subject: Subject, side: str, folder: Path, arguments: Sequence[object
     command = [
         sys.executable,
         "-m",
-        "antiphon.tools.bench.processes.resident",
+        "antiphon.tools.bench.resident",
         side,
         str(folder),
         str(subject.max_new_tokens),

@@ -15,31 +15,25 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import count, product
 from operator import attrgetter
-from typing import Any
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar
 
 import uvloop
 
 from antiphon.load.results.percentiles import percentile
 from antiphon.load.results.search import highest_rate
 from antiphon.load.workload.arrivals import poisson_arrivals
-from antiphon.tools.bench.ctranslate2.reference import (
-    CTranslate2Reference,
-    CTranslate2Settings,
-    Prompt,
-    layouts,
-    prompts_of,
-)
-from antiphon.tools.bench.drivers.arrivals import Waits, offer
-from antiphon.tools.bench.drivers.batcher import Batcher, BatcherConfig
-from antiphon.tools.bench.report import Case, Finding
+from antiphon.tools.bench.corpus import Ids
+from antiphon.tools.bench.ctranslate2 import CTranslate2Reference, CTranslate2Settings, Prompt, layouts, prompts_of
+from antiphon.tools.bench.report import Case, Finding, alternate
 from antiphon.tools.bench.setup import Setup, Subject
-from antiphon.tools.bench.sources import Ids
-from antiphon.tools.bench.timing import alternate
 from antiphon.tools.offline import Offline
 
 ROWS = 64
@@ -58,7 +52,7 @@ _PATIENCE_S = 4.0
 _SEED = 4
 
 # One open-loop run at some arrival times.
-Run = Callable[[Sequence[float]], Waits]
+Run = Callable[[Sequence[float]], "Waits"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,7 +65,7 @@ class Work:
 
 def poisson(setup: Setup) -> list[Finding]:
     """Measure every model that CTranslate2 can run."""
-    return [found for subject in setup.with_ctranslate2() for found in _poisson_subject(subject, setup)]
+    return [finding for subject in setup.with_ctranslate2() for finding in _poisson_subject(subject, setup)]
 
 
 def _poisson_subject(subject: Subject, setup: Setup) -> list[Finding]:
@@ -199,3 +193,129 @@ def _seconds(run: Callable[[], object]) -> float:
     started_s = time.perf_counter()
     run()
     return time.perf_counter() - started_s
+
+
+# Answers the request with an index and returns the time of its first token, by time.perf_counter.
+Ask = Callable[[int], Awaitable[float]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Waits:
+    """Seconds from the scheduled arrival of each request to its first token and to its end.
+
+    For an abandoned request, both values are the time until it was abandoned.
+    """
+
+    first_s: tuple[float, ...]
+    last_s: tuple[float, ...]
+
+
+async def offer(ask: Ask, arrivals: Sequence[float], *, patience_s: float) -> Waits:
+    """Call ask at each arrival time. Abandon every request without an answer patience_s after the last arrival.
+
+    Waits count from the scheduled time, so that a delay of the event loop is included.
+    """
+    start_s = time.perf_counter()
+
+    async def waits_of(index: int, arrival_s: float) -> tuple[float, float]:
+        await asyncio.sleep(start_s + arrival_s - time.perf_counter())
+        first_s = await ask(index)
+        return first_s - start_s - arrival_s, time.perf_counter() - start_s - arrival_s
+
+    tasks = [asyncio.create_task(waits_of(index, arrival_s)) for index, arrival_s in enumerate(arrivals)]
+    _, late = await asyncio.wait(tasks, timeout=arrivals[-1] + patience_s)
+    given_up_s = time.perf_counter() - start_s
+    for task in late:
+        task.cancel()
+    await asyncio.gather(*late, return_exceptions=True)
+    waits = [
+        (given_up_s - arrival_s,) * 2 if task in late else task.result()
+        for task, arrival_s in zip(tasks, arrivals, strict=True)
+    ]
+    return Waits(first_s=tuple(first for first, _ in waits), last_s=tuple(last for _, last in waits))
+
+
+Item = TypeVar("Item")
+Answer = TypeVar("Answer")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatcherConfig:
+    """workers: maximum number of concurrent batches. window_s: time that the oldest request waits for others."""
+
+    workers: int
+    max_batch: int
+    window_s: float
+
+
+class Batcher(Generic[Item, Answer]):
+    """Answers requests in batches. Use it as a context manager within one event loop.
+
+    A batch starts when a worker is free and either max_batch requests wait or the oldest has waited for window_s.
+    run: answers one batch, in order. It may block, since it runs in its own thread.
+    """
+
+    def __init__(self, run: Callable[[Sequence[Item]], Sequence[Answer]], config: BatcherConfig) -> None:
+        self._run = run
+        self._config = config
+        self._waiting: deque[tuple[float, Item, asyncio.Future[Answer]]] = deque()
+        self._has_news = asyncio.Event()
+        self._free = asyncio.Semaphore(config.workers)
+        self._threads = ThreadPoolExecutor(config.workers, thread_name_prefix="batch")
+        self._batches: set[asyncio.Task[None]] = set()
+
+    async def ask(self, item: Item) -> Answer:
+        """Return the answer to one request."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Answer] = loop.create_future()
+        self._waiting.append((loop.time(), item, future))
+        self._has_news.set()
+        return await future
+
+    async def _collect(self) -> None:
+        while True:
+            await self._free.acquire()
+            await self._fill()
+            members = [self._waiting.popleft() for _ in range(min(len(self._waiting), self._config.max_batch))]
+            self._batches.add(task := asyncio.create_task(self._answer([member[1:] for member in members])))
+            task.add_done_callback(self._batches.discard)
+
+    async def _fill(self) -> None:
+        """Wait until a batch can start."""
+        loop = asyncio.get_running_loop()
+        while len(self._waiting) < self._config.max_batch:
+            remaining_s = self._waiting[0][0] + self._config.window_s - loop.time() if self._waiting else None
+            if remaining_s is not None and remaining_s <= 0:
+                return
+            self._has_news.clear()
+            try:
+                await asyncio.wait_for(self._has_news.wait(), remaining_s)
+            except TimeoutError:
+                return
+
+    async def _answer(self, members: Sequence[tuple[Item, asyncio.Future[Answer]]]) -> None:
+        pending = [(item, future) for item, future in members if not future.done()]
+        try:
+            if pending:
+                items = [item for item, _ in pending]
+                answers = await asyncio.get_running_loop().run_in_executor(self._threads, self._run, items)
+                for (_, future), answer in zip(pending, answers, strict=True):
+                    if not future.done():
+                        future.set_result(answer)
+        except Exception as fault:
+            for _, future in pending:
+                if not future.done():
+                    future.set_exception(fault)
+        finally:
+            self._free.release()
+
+    async def __aenter__(self) -> Self:
+        self._collector = asyncio.create_task(self._collect())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._collector.cancel()
+        await asyncio.gather(self._collector, *self._batches, return_exceptions=True)
+        self._threads.shutdown()

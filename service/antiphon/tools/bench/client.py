@@ -1,6 +1,6 @@
 """Client of the gRPC benchmark. It has its own process, so that its work does not slow the benchmark's process.
 
-    python -m antiphon.tools.bench.processes.client TARGET KIND CONCURRENCY MAX_NEW_TOKENS < sources.json
+    python -m antiphon.tools.bench.client TARGET KIND CONCURRENCY MAX_NEW_TOKENS < sources.json
 
 Sources are texts or lists of ids. KIND: streams or unary (a call for each source), or many (one call). Prints
 {num_tokens, seconds, texts}: number of target tokens, end tokens included; time from the first request to the last

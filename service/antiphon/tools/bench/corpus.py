@@ -1,4 +1,4 @@
-"""Sources of a benchmark: lines of a file, the held-out part of a recipe's data, or built-in everyday sentences."""
+"""Sentences of a benchmark: lines of a file, the held-out part of a recipe's data, or built-in ones; and their BLEU."""
 
 from __future__ import annotations
 
@@ -103,3 +103,17 @@ def _read(flag: str, path: Path) -> list[str]:
     except (OSError, UnicodeDecodeError) as error:
         raise BenchError(f"{flag} {path} cannot be read: {error}") from None
     return text.removesuffix("\n").split("\n")
+
+
+def bleu(hypotheses: Sequence[str], corpus: Corpus) -> float:
+    """Return the sacreBLEU score of translations of all sentences of a corpus, in its order.
+
+    Raises BenchError if sacreBLEU is not installed.
+    """
+    try:
+        from sacrebleu.metrics.bleu import BLEU
+    except ModuleNotFoundError:
+        raise BenchError("BLEU needs sacrebleu, which is not installed; run: pip install sacrebleu") from None
+    assert corpus.references is not None
+    score = BLEU(tokenize="none" if corpus.is_tokenised else "13a", force=corpus.is_tokenised)
+    return float(score.corpus_score(list(hypotheses), [list(corpus.references)]).score)

@@ -66,7 +66,7 @@ class Kernel:
 def kernels(setup: Setup) -> list[Finding]:
     """Measure every product and attention at every number of rows."""
     name, rows = active_kernels(), setup.rows or ROWS
-    return [found for kernel in kernels_of(rows) for found in _measure(kernel, name, setup.repeat)]
+    return [finding for kernel in kernels_of(rows) for finding in _measure(kernel, name, setup.repeat)]
 
 
 def kernels_of(rows: Sequence[int]) -> Iterator[Kernel]:

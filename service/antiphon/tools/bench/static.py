@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from antiphon.ops.cache_geometry import blocks_for
 from antiphon.ops.sampling import greedy_sampling
 from antiphon.runtime.runner import DecodeBatch, Runner
-from antiphon.tools.bench.sources import Ids
+from antiphon.tools.bench.corpus import Ids
 
 
 def translate_static(
@@ -56,15 +56,15 @@ class StaticBatch:
     def step(self, token_ids: NDArray[np.int64], position: int) -> NDArray[np.int64]:
         """Feed one token to each row at a position; return the next token of each row."""
         rows = len(self._sources)
-        each = np.arange(rows + 1, dtype=np.int32)
+        offsets = np.arange(rows + 1, dtype=np.int32)
         batch = DecodeBatch(
             token_ids=token_ids,
             positions=np.full(rows, position, np.int32),
-            offsets=each,
+            offsets=offsets,
             self_tables=_table(self._self, blocks_for(self._runner.max_target_len, self._runner.block_size)),
             cross_tables=_table(self._cross, blocks_for(self._runner.max_source_len, self._runner.block_size)),
             source_lens=self._source_lens,
-            sampling=greedy_sampling(each[:-1]),
+            sampling=greedy_sampling(offsets[:-1]),
         )
         return self._runner.decode(batch).token_ids.copy()
 

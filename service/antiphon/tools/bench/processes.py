@@ -1,4 +1,4 @@
-"""The real server and a real client as child processes, with the server's memory as the system reports it."""
+"""Child processes of a benchmark: servers, with their memory and CPU time as the system reports them, and a client."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from antiphon.tools.bench.report import BenchFailure, Speed
 _READY = re.compile(r"(?:antiphon|echo): ready(?:: .*)? on (?P<target>127[^,\s]+)")
 # Much longer than any normal run: turns a hang into an error.
 PATIENCE_S = 600
+_CHILD_SERVERS = "antiphon.tools.bench.child_servers"
 
 
 class Served:
@@ -27,11 +28,13 @@ class Served:
     ready_s: seconds from the start of the process to its ready line. Raises BenchFailure if the line never appears.
     """
 
-    def __init__(self, *module: str) -> None:
+    def __init__(self, *module: str, stdin: int | None = None, stderr: int | None = None) -> None:
         started_s = time.perf_counter()
         self._process = subprocess.Popen(
             [sys.executable, "-m", *module],
+            stdin=stdin,
             stdout=subprocess.PIPE,
+            stderr=stderr,
             text=True,
             env=_environment(),
         )
@@ -77,19 +80,35 @@ class BenchServer(Served):
 
     def __init__(self, bundle: Path, *, rows: int, threads: int, workers: int = 1) -> None:
         """threads: of all workers together."""
-        settings = {
-            "port": 0, "metrics-port": 0, "max-num-seqs": rows, "threads": threads // workers, "log-level": "error",
-            "workers": workers,
-        }  # fmt: skip
-        flags = [word for name, value in settings.items() if value is not None for word in (f"--{name}", str(value))]
-        super().__init__("antiphon.cli", "serve", str(bundle), *flags)
+        flags = _flags(rows, threads // workers)
+        super().__init__(
+            "antiphon.cli", "serve", str(bundle), *flags, "--workers", str(workers), "--log-level", "error"
+        )
 
 
 class EchoServer(Served):
     """Ready server that answers at once, without any work."""
 
     def __init__(self) -> None:
-        super().__init__("antiphon.tools.bench.processes.echo")
+        super().__init__(_CHILD_SERVERS, "echo")
+
+
+class StagedServer(Served):
+    """Ready `antiphon serve` process whose stages are measured. It makes access lines, as in production."""
+
+    def __init__(self, bundle: Path, *, rows: int, threads: int) -> None:
+        arguments = (str(bundle), *_flags(rows, threads), "--log-level", "info")
+        super().__init__(_CHILD_SERVERS, "stages", *arguments, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
+
+    def seconds(self) -> tuple[dict[str, float], float]:
+        """Return CPU seconds of the event loop since its start: of each stage, and of all of its work."""
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None
+        assert stdout is not None
+        stdin.write("\n")
+        stdin.flush()
+        report = json.loads(stdout.readline())
+        return report["stages"], report["all"]
 
 
 def run_client(
@@ -99,7 +118,7 @@ def run_client(
 
     kind: as in `client.py`. Raises BenchFailure when the client fails.
     """
-    module = "antiphon.tools.bench.processes.client"
+    module = "antiphon.tools.bench.client"
     ended = subprocess.run(
         (sys.executable, "-m", module, target, kind, str(concurrency), str(max_new_tokens)),
         input=json.dumps(list(sources)), stdout=subprocess.PIPE, text=True, timeout=PATIENCE_S, check=False,
@@ -109,6 +128,12 @@ def run_client(
         raise BenchFailure("the client failed; its error message is above")
     answer = json.loads(ended.stdout)
     return Speed(num_tokens=answer["num_tokens"], seconds=answer["seconds"]), answer["texts"]
+
+
+def _flags(rows: int, threads: int) -> list[str]:
+    """Return the flags of a server on free ports. threads: of each process."""
+    settings = {"port": 0, "metrics-port": 0, "max-num-seqs": rows, "threads": threads}
+    return [word for name, value in settings.items() for word in (f"--{name}", str(value))]
 
 
 def _main_thread_cpu_s(pid: str) -> float:

@@ -16,14 +16,14 @@ from torch import Tensor, nn
 
 from antiphon.architecture.config import ModelConfig
 from antiphon.checkpoints.checkpoint import Checkpoint, CheckpointError
-from antiphon.tools.bench.ctranslate2.convertible import ACTIVATIONS, obstacle
+from antiphon.tools.bench.ctranslate2 import ACTIVATIONS, obstacle
 from antiphon.transformer.layers import CrossAttention, DecoderLayer, EncoderLayer, FeedForward, SelfAttention
 
 
 def save_ctranslate2_model(checkpoint: Checkpoint, folder: Path, *, quantization: str | None = None) -> None:
     """Write a CTranslate2 model directory. quantization: None keeps float32; "int8" uses CTranslate2's quantisation.
 
-    Raises CheckpointError, which names field and values, for a model that cannot be converted (convertible.py).
+    Raises CheckpointError, which names field and values, for a model that cannot be converted (see `obstacle`).
     """
     spec = ctranslate2_specification(checkpoint)
     spec.validate()

@@ -1,6 +1,6 @@
 """One side of the memory benchmark: loads a model, translates one batch and reports its resident memory.
 
-    MODULE=antiphon.tools.bench.processes.resident
+    MODULE=antiphon.tools.bench.resident
     python -m $MODULE antiphon BUNDLE MAX_NEW_TOKENS THREADS < sources.json
     python -m $MODULE ctranslate2 FOLDER MAX_NEW_TOKENS WORKERS THREADS SIZE TYPE < sources.json
 
