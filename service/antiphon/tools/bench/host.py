@@ -23,6 +23,7 @@ from antiphon.tools.offline import Offline
 
 ROWS = 64
 BEAM_WIDTH = 4
+_FIRST_WORD_ID = 4
 _SOURCE = [*range(4, 13), 2]
 _TARGET_LENS = (8, 40)
 _REQUESTS_PER_ROW = 32
@@ -92,9 +93,6 @@ def measure(rows: int, beam_width: int, target_len: int) -> HostTime:
         offline.translate(sources, concurrency=2 * rows, max_new_tokens=target_len + 1, beam_width=beam_width)
         loop_s = time.thread_time() - started_s
     return HostTime(num_requests=len(sources), num_steps=runner.num_steps, engine_s=runner.thread_s, loop_s=loop_s)
-
-
-_FIRST_WORD_ID = 4
 
 
 class NullRunner:

@@ -53,6 +53,11 @@ _SEED = 4
 
 # One open-loop run at some arrival times.
 Run = Callable[[Sequence[float]], "Waits"]
+# Answers the request with an index and returns the time of its first token, by time.perf_counter.
+Ask = Callable[[int], Awaitable[float]]
+
+Item = TypeVar("Item")
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -195,10 +200,6 @@ def _seconds(run: Callable[[], object]) -> float:
     return time.perf_counter() - started_s
 
 
-# Answers the request with an index and returns the time of its first token, by time.perf_counter.
-Ask = Callable[[int], Awaitable[float]]
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Waits:
     """Seconds from the scheduled arrival of each request to its first token and to its end.
@@ -233,10 +234,6 @@ async def offer(ask: Ask, arrivals: Sequence[float], *, patience_s: float) -> Wa
         for task, arrival_s in zip(tasks, arrivals, strict=True)
     ]
     return Waits(first_s=tuple(first for first, _ in waits), last_s=tuple(last for _, last in waits))
-
-
-Item = TypeVar("Item")
-Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

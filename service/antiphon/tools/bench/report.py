@@ -35,25 +35,27 @@ class BenchFailure(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """One figure and its comparison. Absent values are None.
-
-    name: the section. case: the measured case of that section. rows: number of sequences that run together.
-    antiphon, ctranslate2: medians, in `unit`. baseline: median of another side that is not CTranslate2.
-    against: name of the other side, with its settings.
-    ratio: median of the ratios of neighbouring runs, antiphon over the other. For latency and memory, less is better.
-    equal_outputs: share of requests for which both sides gave the same tokens.
-    """
+    """One figure and its comparison. Absent values are None."""
 
     name: str
+    """The section."""
     case: str
+    """The measured case of that section."""
     rows: int
+    """Number of sequences that run together."""
     antiphon: float
+    """Median, in `unit`."""
     ctranslate2: float | None = None
+    """Median of CTranslate2, in `unit`."""
     baseline: float | None = None
+    """Median of another side that is not CTranslate2."""
     against: str | None = None
+    """Name of the other side, with its settings."""
     ratio: float | None = None
+    """Median of the ratios of neighbouring runs, antiphon over the other. For latency and memory, less is better."""
     unit: str
     equal_outputs: float | None = None
+    """Share of requests for which both sides gave the same tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

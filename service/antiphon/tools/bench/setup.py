@@ -42,19 +42,18 @@ _SEED = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Subject:
-    """One measured model.
-
-    name: as shown in tables. ctranslate2: folder of the same weights for CTranslate2; None if there is none.
-    corpus: real sentences; None if sources are random ids and targets never end.
-    max_new_tokens: maximum length of every target, and the exact length of targets that never end.
-    """
+    """One measured model."""
 
     name: str
+    """Name in tables."""
     bundle: Bundle
     tokenizer: Tokenizer
     ctranslate2: Path | None
+    """Folder of the same weights for CTranslate2; None if there is none."""
     corpus: Corpus | None
+    """Real sentences; None if sources are random ids and targets never end."""
     max_new_tokens: int
+    """Maximum length of every target, and the exact length of targets that never end."""
 
     @property
     def is_endless(self) -> bool:
@@ -90,26 +89,25 @@ class Subject:
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """Options of one benchmark. work: folder that keeps the generated models.
-
-    rows: numbers of rows to measure; None uses those of each section.
-    lanes: lanes of the engine; "auto" takes the fastest number for the rows of a section.
-    seconds: length of one open-loop run. The number of sentences of other runs under load grows with it.
-    checkpoint: the float32 weights from which the bundle was exported, for CTranslate2; None: the bundle's own weights.
-    preset: size of the random model.
-    """
+    """Options of one benchmark."""
 
     bundle: Bundle
     corpus: Corpus
     models: Sequence[str] = MODELS
     work: Path
+    """Folder that keeps the generated models."""
     checkpoint: Path | None = None
+    """Float32 weights from which the bundle was exported, for CTranslate2; None: the bundle's own weights."""
     preset: str = "base"
+    """Size of the random model."""
     rows: tuple[int, ...] | None = None
+    """Numbers of rows to measure; None uses those of each section."""
     threads: int
     lanes: int | Literal["auto"] = "auto"
+    """Lanes of the engine; "auto" takes the fastest number for the rows of a section."""
     repeat: int
     seconds: float = 8.0
+    """Length of one open-loop run. The number of sentences of other runs under load grows with it."""
 
     def __post_init__(self) -> None:
         if self.checkpoint is not None:

@@ -42,6 +42,11 @@ from antiphon.tools.bench.gpu.decoding import (
 )
 from antiphon.tools.bench.report import BenchFailure
 
+_COPIES = 10
+_STREAMS = 64
+PARTS = ("bandwidth", "parity", "decode", "switches", "generate", "streams", "sanitizer")
+"""Names of the parts, the most valuable first."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the parts; return 0, or 2 without a usable GPU."""
@@ -86,12 +91,6 @@ def run(device: CudaDevice, args: argparse.Namespace) -> None:
 def _write(path: Path, figures: dict[str, Any]) -> None:
     path.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
     print(path)
-
-
-_COPIES = 10
-_STREAMS = 64
-PARTS = ("bandwidth", "parity", "decode", "switches", "generate", "streams", "sanitizer")
-"""Names of the parts, the most valuable first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
