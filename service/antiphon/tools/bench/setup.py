@@ -12,7 +12,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
@@ -209,14 +209,7 @@ class Setup:
     def _add_ctranslate2(subject: Subject, origin: Path, folder: Path) -> Subject:
         if not folder.is_dir():
             _make("ctranslate2", str(origin), folder)
-        return Subject(
-            name=subject.name,
-            bundle=subject.bundle,
-            tokenizer=subject.tokenizer,
-            ctranslate2=folder,
-            corpus=subject.corpus,
-            max_new_tokens=subject.max_new_tokens,
-        )
+        return replace(subject, ctranslate2=folder)
 
 
 def _code_of_models() -> list[Path]:
