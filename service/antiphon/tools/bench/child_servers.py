@@ -6,7 +6,8 @@
 `echo` is a bare grpc.aio server that answers every call at once with the same message: what a call costs without any
 work. It prints `echo: ready on HOST:PORT`. `stages` is `antiphon serve` with these arguments. For every byte on
 standard input it prints {"stages": {name: seconds}, "all": seconds}: CPU time of the event loop since its start, for
-each stage of `STAGES`, and for all of its work. Both end with their parent's SIGTERM.
+each stage of `STAGES`, and for all of its work. From the first byte on, its access lines are made but not shown. Both
+end with their parent's SIGTERM.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ STAGES: dict[str, tuple[type, tuple[Callable[..., Any], ...]]] = {
 }
 """Name of each stage within handlers, and its methods, which are public and not compiled."""
 
+_STDIN, _STDERR = 0, 2
 _KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
 _ANSWER = pb.GenerateUnaryResponse(
     outputs=[pb.Output(text="Wie geht es dir?", token_ids=range(8), finish_reason=pb.FINISH_REASON_STOP)]
@@ -65,8 +67,10 @@ def main() -> int:
 
 
 def _report(times: StageTimes) -> None:
+    nowhere = os.open(os.devnull, os.O_WRONLY)
     # Not sys.stdin: a thread that waits in its buffer would stop the end of the interpreter.
-    while os.read(0, 1):
+    while os.read(_STDIN, 1):
+        os.dup2(nowhere, _STDERR)
         print(json.dumps({"stages": times.seconds, "all": times.thread_s()}), flush=True)
 
 

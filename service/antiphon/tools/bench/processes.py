@@ -28,13 +28,12 @@ class Served:
     ready_s: seconds from the start of the process to its ready line. Raises BenchFailure if the line never appears.
     """
 
-    def __init__(self, *module: str, stdin: int | None = None, stderr: int | None = None) -> None:
+    def __init__(self, *module: str, stdin: int | None = None) -> None:
         started_s = time.perf_counter()
         self._process = subprocess.Popen(
             [sys.executable, "-m", *module],
             stdin=stdin,
             stdout=subprocess.PIPE,
-            stderr=stderr,
             text=True,
             env=_environment(),
         )
@@ -98,7 +97,8 @@ class StagedServer(Served):
 
     def __init__(self, bundle: Path, *, rows: int, threads: int) -> None:
         arguments = (str(bundle), *_flags(rows, threads), "--log-level", "info")
-        super().__init__(_CHILD_SERVERS, "stages", *arguments, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        super().__init__(_CHILD_SERVERS, "stages", *arguments, stdin=subprocess.PIPE)
+        self.seconds()  # from now on, access lines are not shown
 
     def seconds(self) -> tuple[dict[str, float], float]:
         """Return CPU seconds of the event loop since its start: of each stage, and of all of its work."""
