@@ -41,7 +41,7 @@ endif
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help setup serve play play-pictures watch test test-cuda test-pythons cuda-tools kernels gpu-bench oip-clients deploy-tools browser soak sanitize reliability crowd endurance abuse \
-	overload faults balancing balancing-bench fuzz lint stubs wheel image image-base image-check alerts-check lock clean
+	overload faults balancing balancing-bench fuzz lint layout stubs wheel image image-base image-check alerts-check lock clean
 
 help: ## Show this list.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -142,6 +142,9 @@ lint: $(VENV)/.test-tools ## Run ruff, import-linter, mypy and the C++ compiler'
 	@$(BIN)/ruff format --check .
 	@$(BIN)/lint-imports
 	@$(BIN)/mypy
+
+layout: $(VENV)/.test-tools ## Print files, lines and importers of packages and modules. Sets no limits.
+	@$(BIN)/python -m tests.layout
 
 stubs: $(VENV)/.installed ## Generate the protobuf stubs, and compile the native library and the engine again.
 	@CXX="$(CXX)" $(BIN)/python hatch_build.py

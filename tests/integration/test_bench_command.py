@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from antiphon.bundle.manifest import load_bundle
+from antiphon.tools.bench.corpus import everyday
 from antiphon.tools.bench.setup import Setup
-from antiphon.tools.bench.sources import everyday
 from tests.integration.process import antiphon, environment
 
 SENTENCES = "Eine Katze liest ein Buch.\nThe old man sees the bridge in the rain.\n"

@@ -12,7 +12,7 @@ from antiphon.server.models.loading import _possible_lanes
 from antiphon.server.models.memory import encode_budget, need_of
 from antiphon.server.settings import ModelPlan, ModelSettings, ServerConfig
 from antiphon.text.tokenizer import Tokenizer
-from antiphon.tools.bench.drivers.offline import Offline
+from antiphon.tools.offline import Offline
 from tests.integration.test_shipped_bundle import BUNDLE, SENTENCES
 
 ROWS = 24

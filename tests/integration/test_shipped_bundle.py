@@ -14,7 +14,7 @@ from antiphon.cli.main import main
 from antiphon.runtime.runners import open_runner
 from antiphon.server.settings import ServerConfig
 from antiphon.text.tokenizer import Tokenizer
-from antiphon.tools.evaluation.evaluate_translations import run_engine
+from antiphon.tools.evaluation.translations import run_engine
 from antiphon.training.recipe import load_recipe
 
 ROOT = Path(__file__).parents[2]

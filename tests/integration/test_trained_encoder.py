@@ -23,7 +23,7 @@ from antiphon.export.export import export_bundle
 from antiphon.runtime.encoder_runner import EncoderRunner
 from antiphon.runtime.runners import open_runner
 from antiphon.text.template import fill
-from antiphon.tools.evaluation.evaluate_labels import evaluate_labels
+from antiphon.tools.evaluation.labels import evaluate_labels
 from antiphon.training.trainer import Trainer
 from antiphon.v1 import inference_pb2 as pb
 from antiphon.v1.inference_pb2_grpc import InferenceServiceStub

@@ -10,7 +10,7 @@ import torch
 from antiphon.architecture.config import ModelConfig, preset
 from antiphon.checkpoints.checkpoint import Checkpoint, CheckpointError
 from antiphon.text.tokenizer import Tokenizer, byte_bpe_format
-from antiphon.tools.bench.ctranslate2.conversion import save_ctranslate2_model, translate
+from antiphon.tools.bench.ctranslate2_conversion import save_ctranslate2_model, translate
 from antiphon.transformer.greedy import greedy
 from antiphon.transformer.transformer import Transformer
 

@@ -44,11 +44,7 @@ from antiphon.observability.engine_metrics import Metrics
 from antiphon.observability.metrics import MetricFamilies
 from antiphon.runtime.runners import open_runner
 from antiphon.text.tokenizer import Tokenizer, TokenizerError, open_tokenizer
-from antiphon.tools.bench.ctranslate2.conversion import (
-    ctranslate2_specification,
-    save_ctranslate2_model,
-    translate,
-)
+from antiphon.tools.bench.ctranslate2_conversion import ctranslate2_specification, save_ctranslate2_model, translate
 from antiphon.transformer.greedy import greedy
 from tests.fakes import limits_for, request_of
 from tests.parity.test_ctranslate2 import random_checkpoint

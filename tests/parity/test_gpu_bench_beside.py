@@ -10,8 +10,14 @@ import torch
 from antiphon.architecture.config import ModelConfig
 from antiphon.export.export import write_graphs
 from antiphon.tools.bench.gpu.agreement import agreement, translate
-from antiphon.tools.bench.gpu.beside import generate_with_transformers, serve_streams
-from antiphon.tools.bench.gpu.models import BART_LARGE, random_bundle, shape_of, step_weight_bytes
+from antiphon.tools.bench.gpu.decoding import (
+    BART_LARGE,
+    generate_with_transformers,
+    random_bundle,
+    serve_streams,
+    shape_of,
+    step_weight_bytes,
+)
 from antiphon.transformer.random_model import random_transformer
 
 SOURCES = [[5, 6, 7, 8], [9, 10, 11, 12], [13, 14, 15, 16]]

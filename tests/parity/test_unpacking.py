@@ -31,12 +31,8 @@ from antiphon.load.workload import EVERYDAY
 from antiphon.runtime.runners import open_runner
 from antiphon.server.settings import SHIPPED_BUNDLE
 from antiphon.text.tokenizer import encode_sources
-from antiphon.tools.bench.ctranslate2.conversion import (
-    ctranslate2_specification,
-    save_ctranslate2_model,
-    translate,
-)
-from antiphon.tools.bench.drivers.offline import Offline
+from antiphon.tools.bench.ctranslate2_conversion import ctranslate2_specification, save_ctranslate2_model, translate
+from antiphon.tools.offline import Offline
 from antiphon.transformer.greedy import greedy
 from antiphon.transformer.transformer import Stack, Transformer
 from tests.parity.exports import native_stepper, small_config, write_checkpoint

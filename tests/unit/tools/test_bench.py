@@ -19,35 +19,33 @@ from antiphon.load.workload import EVERYDAY
 from antiphon.server.settings import SHIPPED_BUNDLE
 from antiphon.text.tokenizer import byte_bpe_format
 from antiphon.tools.bench import command
-from antiphon.tools.bench.ctranslate2.convertible import obstacle
-from antiphon.tools.bench.ctranslate2.reference import (
+from antiphon.tools.bench.corpus import everyday, held_out, read_corpus, repeat, tokenize
+from antiphon.tools.bench.ctranslate2 import (
     CTranslate2Settings,
     decode_candidates,
     encode_candidates,
     layouts,
+    obstacle,
 )
-from antiphon.tools.bench.drivers.arrivals import offer
-from antiphon.tools.bench.drivers.batcher import Batcher, BatcherConfig
-from antiphon.tools.bench.drivers.null_runner import NullRunner
-from antiphon.tools.bench.drivers.offline import Offline
-from antiphon.tools.bench.drivers.static import translate_static
+from antiphon.tools.bench.host import HostTime, NullRunner, measure, split
 from antiphon.tools.bench.node_profile import summary
-from antiphon.tools.bench.plot import plot_growth
+from antiphon.tools.bench.poisson import Batcher, BatcherConfig, offer
 from antiphon.tools.bench.report import (
     BenchError,
     BenchFailure,
     Case,
     Finding,
     Speed,
+    alternate,
     compare,
+    plot_growth,
     share_equal,
     table,
     to_json,
 )
-from antiphon.tools.bench.sections.growth import divisions
-from antiphon.tools.bench.sections.host import HostTime, measure, split
-from antiphon.tools.bench.sources import everyday, held_out, read_corpus, repeat, tokenize
-from antiphon.tools.bench.timing import alternate
+from antiphon.tools.bench.static import translate_static
+from antiphon.tools.bench.throughput import divisions
+from antiphon.tools.offline import Offline
 from tests.fakes import EOS_ID, FakeRunner, source_of
 from tests.serving import tiny_tokenizer
 
@@ -168,7 +166,7 @@ def test_tokenize_names_the_text_that_is_too_long() -> None:
 
 
 def test_alternate_changes_which_side_runs_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("antiphon.tools.bench.timing.SETTLE_S", 0.0)
+    monkeypatch.setattr("antiphon.tools.bench.report.SETTLE_S", 0.0)
     order: list[str] = []
 
     def run(side: str) -> str:

@@ -1,4 +1,8 @@
-"""`antiphon bench`: measures a bundle on this machine, section by section."""
+"""`antiphon bench`: measures a bundle on this machine, section by section. Each section is independent of the others.
+
+Runs of the two sides alternate, so that a busy machine slows both. Outputs are compared, so that a wrong answer does
+not count as a fast one.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ import importlib.util
 import math
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
@@ -17,14 +22,46 @@ from antiphon.ops.workspace import WorkspaceError
 from antiphon.server.machine import usable_cores
 from antiphon.server.settings import SHIPPED_BUNDLE
 from antiphon.text.tokenizer import TokenizerError
+from antiphon.tools.bench.corpus import Corpus, everyday, held_out, read_corpus
+from antiphon.tools.bench.host import host
+from antiphon.tools.bench.kernels import kernels
+from antiphon.tools.bench.memory import memory
 from antiphon.tools.bench.node_profile import profile_nodes
-from antiphon.tools.bench.report import BenchError, BenchFailure, Finding, machine, table, to_json
-from antiphon.tools.bench.sections.registry import SECTIONS
+from antiphon.tools.bench.poisson import poisson
+from antiphon.tools.bench.report import (
+    BenchError,
+    BenchFailure,
+    Finding,
+    machine,
+    plot_decode,
+    plot_growth,
+    table,
+    to_json,
+)
+from antiphon.tools.bench.served import clients, grpc_overhead, stages, startup
 from antiphon.tools.bench.setup import MODELS, PRESETS, Setup
-from antiphon.tools.bench.sources import Corpus, everyday, held_out, read_corpus
+from antiphon.tools.bench.throughput import beams, decode, encode, engine, growth, sampling
 
 EXIT_FAILURE = 1
 EXIT_USER_ERROR = 2
+
+SECTIONS: dict[str, Callable[[Setup], list[Finding]]] = {
+    "decode": decode,
+    "beams": beams,
+    "sampling": sampling,
+    "encode": encode,
+    "poisson": poisson,
+    "memory": memory,
+    "grpc_overhead": grpc_overhead,
+    "clients": clients,
+    "stages": stages,
+    "engine": engine,
+    "growth": growth,
+    "host": host,
+    "startup": startup,
+    "kernels": kernels,
+}
+"""Sections by name, in the order in which they run."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -121,8 +158,6 @@ def _measure(args: argparse.Namespace, setup: Setup) -> None:
     if args.json is not None:
         _write("--json", args.json, to_json(findings, args.threads))
     if args.plot is not None:
-        from antiphon.tools.bench.plot import plot_decode, plot_growth
-
         draw = plot_decode if "decode" in names else plot_growth
         draw(args.plot, findings, machine(args.threads))
     if args.profile is not None:

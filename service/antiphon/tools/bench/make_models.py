@@ -107,7 +107,7 @@ def _make_random(preset_name: str, folder: Path) -> None:
 
 
 def _make_ctranslate2(origin: str, folder: Path) -> None:
-    from antiphon.tools.bench.ctranslate2.conversion import save_ctranslate2_model
+    from antiphon.tools.bench.ctranslate2_conversion import save_ctranslate2_model
 
     path = Path(origin)
     is_bundle = (path / MANIFEST_NAME).is_file()

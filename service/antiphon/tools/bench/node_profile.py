@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from antiphon.bundle.session import profiling
-from antiphon.tools.bench.drivers.static import translate_static
 from antiphon.tools.bench.setup import Setup, Subject
+from antiphon.tools.bench.static import translate_static
 
 ROWS = 64
 _NODE_SUFFIX = "_kernel_time"

@@ -1,4 +1,4 @@
-"""Findings of a benchmark as numbers, as a table and as JSON. Knows nothing about the individual sections."""
+"""Figures of a benchmark: timed runs of two sides, findings, and findings as a table, as JSON and as plots."""
 
 from __future__ import annotations
 
@@ -6,12 +6,23 @@ import json
 import os
 import statistics
 import subprocess
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
 from antiphon.bundle.machine import processor_name
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# OpenMP threads spin for some time after their work has ended. This must not take time from the other side.
+SETTLE_S = 0.25
+
+A = TypeVar("A")
+B = TypeVar("B")
 
 
 class BenchError(Exception):
@@ -24,25 +35,27 @@ class BenchFailure(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """One figure and its comparison. Absent values are None.
-
-    name: the section. case: the measured case of that section. rows: number of sequences that run together.
-    antiphon, ctranslate2: medians, in `unit`. baseline: median of another side that is not CTranslate2.
-    against: name of the other side, with its settings.
-    ratio: median of the ratios of neighbouring runs, antiphon over the other. For latency and memory, less is better.
-    equal_outputs: share of requests for which both sides gave the same tokens.
-    """
+    """One figure and its comparison. Absent values are None."""
 
     name: str
+    """The section."""
     case: str
+    """The measured case of that section."""
     rows: int
+    """Number of sequences that run together."""
     antiphon: float
+    """Median, in `unit`."""
     ctranslate2: float | None = None
+    """Median of CTranslate2, in `unit`."""
     baseline: float | None = None
+    """Median of another side that is not CTranslate2."""
     against: str | None = None
+    """Name of the other side, with its settings."""
     ratio: float | None = None
+    """Median of the ratios of neighbouring runs, antiphon over the other. For latency and memory, less is better."""
     unit: str
     equal_outputs: float | None = None
+    """Share of requests for which both sides gave the same tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,3 +179,84 @@ def _number(value: float | None) -> str:
     if value is None:
         return ""
     return f"{value:,.0f}" if value >= 100 else f"{value:.2f}"
+
+
+def timed(translate: Callable[[], Sequence[Sequence[int]]]) -> Speed:
+    """Run once; return the number of target tokens, the wall-clock seconds and the CPU seconds of this process."""
+    started_s, cpu_started_s = time.perf_counter(), time.process_time()
+    targets = translate()
+    seconds, cpu_s = time.perf_counter() - started_s, time.process_time() - cpu_started_s
+    return Speed(num_tokens=sum(map(len, targets)), seconds=seconds, cpu_s=cpu_s)
+
+
+def alternate(ours: Callable[[], A], theirs: Callable[[], B], count: int) -> list[tuple[A, B]]:
+    """Run both sides `count` times in turn. The side that runs first changes every time."""
+    pairs = []
+    for index in range(count):
+        if index % 2:
+            theirs_first = _settled(theirs)
+            pairs.append((_settled(ours), theirs_first))
+        else:
+            pairs.append((_settled(ours), _settled(theirs)))
+    return pairs
+
+
+def _settled(run: Callable[[], A]) -> A:
+    time.sleep(SETTLE_S)
+    return run()
+
+
+def plot_decode(path: Path, findings: Sequence[Finding], title: str) -> None:
+    """Write a PNG with two panels, the speed of both sides and their ratio. Findings of other sections are ignored."""
+    from matplotlib.figure import Figure
+
+    shown = [
+        finding for finding in findings if finding.name == "decode" and finding.unit == "tokens/s" and finding.ratio
+    ]
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    speed, ratio = figure.subplots(1, 2)
+    for case in dict.fromkeys(finding.case for finding in shown):
+        of_case = sorted((finding for finding in shown if finding.case == case), key=lambda finding: finding.rows)
+        rows = [finding.rows for finding in of_case]
+        lines = speed.plot(rows, [finding.antiphon for finding in of_case], "o-", label=f"Antiphon, {case}")
+        color = lines[0].get_color()
+        speed.plot(
+            rows, [finding.ctranslate2 or 0 for finding in of_case], "s--", color=color, label=f"CTranslate2, {case}"
+        )
+        ratio.plot(rows, [finding.ratio or 0 for finding in of_case], "o-", color=color, label=case)
+    ratio.axhline(1, color="black", linewidth=1)
+    ticks = sorted({finding.rows for finding in shown})
+    for axes, label in ((speed, "target tokens/s"), (ratio, "Antiphon over CTranslate2")):
+        axes.set(xlabel="rows", ylabel=label, xscale="log", ylim=(0, None))
+        axes.set_xticks(ticks, [str(rows) for rows in ticks])
+        axes.minorticks_off()
+        axes.grid(visible=True, alpha=0.3)
+        axes.legend(fontsize="small")
+    _save(figure, path, title)
+
+
+def plot_growth(path: Path, findings: Sequence[Finding], title: str) -> None:
+    """Write a PNG with one line for each division of the threads. Findings of other sections are ignored."""
+    from matplotlib.figure import Figure
+
+    shown = [finding for finding in findings if finding.name == "growth"]
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for case in dict.fromkeys(finding.case for finding in shown):
+        of_case = sorted((finding for finding in shown if finding.case == case), key=lambda finding: finding.rows)
+        axes.plot([finding.rows for finding in of_case], [finding.antiphon for finding in of_case], "o-", label=case)
+    ticks = sorted({finding.rows for finding in shown})
+    axes.set(xlabel="rows", ylabel="target tokens/s", xscale="log", ylim=(0, None))
+    axes.set_xticks(ticks, [str(rows) for rows in ticks])
+    axes.minorticks_off()
+    axes.grid(visible=True, alpha=0.3)
+    axes.legend(fontsize="small")
+    _save(figure, path, title)
+
+
+def _save(figure: Figure, path: Path, title: str) -> None:
+    figure.suptitle(title, fontsize="small")
+    try:
+        figure.savefig(path, format="png", dpi=120)
+    except OSError as error:
+        raise BenchError(f"--plot {path} cannot be written: {error}") from None

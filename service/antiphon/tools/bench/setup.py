@@ -12,7 +12,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
@@ -23,10 +23,9 @@ from antiphon.runtime.lanes import fastest_num_lanes, open_lanes, possible_lanes
 from antiphon.runtime.runners import AnyRunner, open_runner
 from antiphon.runtime.warm_up import warm_up
 from antiphon.text.tokenizer import Tokenizer, open_tokenizer
-from antiphon.tools.bench.ctranslate2.convertible import obstacle
-from antiphon.tools.bench.ctranslate2.isa import choose_isa
+from antiphon.tools.bench.corpus import Corpus, Ids, repeat, tokenize
+from antiphon.tools.bench.ctranslate2 import choose_isa, obstacle
 from antiphon.tools.bench.report import BenchError
-from antiphon.tools.bench.sources import Corpus, Ids, repeat, tokenize
 
 MODELS = ("random", "bundle")
 PRESETS = ("tiny", "base", "big")
@@ -43,19 +42,18 @@ _SEED = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Subject:
-    """One measured model.
-
-    name: as shown in tables. ctranslate2: folder of the same weights for CTranslate2; None if there is none.
-    corpus: real sentences; None if sources are random ids and targets never end.
-    max_new_tokens: maximum length of every target, and the exact length of targets that never end.
-    """
+    """One measured model."""
 
     name: str
+    """Name in tables."""
     bundle: Bundle
     tokenizer: Tokenizer
     ctranslate2: Path | None
+    """Folder of the same weights for CTranslate2; None if there is none."""
     corpus: Corpus | None
+    """Real sentences; None if sources are random ids and targets never end."""
     max_new_tokens: int
+    """Maximum length of every target, and the exact length of targets that never end."""
 
     @property
     def is_endless(self) -> bool:
@@ -91,26 +89,25 @@ class Subject:
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """Options of one benchmark. work: folder that keeps the generated models.
-
-    rows: numbers of rows to measure; None uses those of each section.
-    lanes: lanes of the engine; "auto" takes the fastest number for the rows of a section.
-    seconds: length of one open-loop run. The number of sentences of other runs under load grows with it.
-    checkpoint: the float32 weights from which the bundle was exported, for CTranslate2; None: the bundle's own weights.
-    preset: size of the random model.
-    """
+    """Options of one benchmark."""
 
     bundle: Bundle
     corpus: Corpus
     models: Sequence[str] = MODELS
     work: Path
+    """Folder that keeps the generated models."""
     checkpoint: Path | None = None
+    """Float32 weights from which the bundle was exported, for CTranslate2; None: the bundle's own weights."""
     preset: str = "base"
+    """Size of the random model."""
     rows: tuple[int, ...] | None = None
+    """Numbers of rows to measure; None uses those of each section."""
     threads: int
     lanes: int | Literal["auto"] = "auto"
+    """Lanes of the engine; "auto" takes the fastest number for the rows of a section."""
     repeat: int
     seconds: float = 8.0
+    """Length of one open-loop run. The number of sentences of other runs under load grows with it."""
 
     def __post_init__(self) -> None:
         if self.checkpoint is not None:
@@ -212,21 +209,14 @@ class Setup:
     def _add_ctranslate2(subject: Subject, origin: Path, folder: Path) -> Subject:
         if not folder.is_dir():
             _make("ctranslate2", str(origin), folder)
-        return Subject(
-            name=subject.name,
-            bundle=subject.bundle,
-            tokenizer=subject.tokenizer,
-            ctranslate2=folder,
-            corpus=subject.corpus,
-            max_new_tokens=subject.max_new_tokens,
-        )
+        return replace(subject, ctranslate2=folder)
 
 
 def _code_of_models() -> list[Path]:
     """Return the code that makes models; generated models of another version are not used again."""
     model, here = Path(antiphon.bundle.__file__).parents[1], Path(__file__).parent
     code = [path for path in sorted(model.rglob("*.py")) if not path.is_relative_to(model / "bundles")]
-    return [*code, here / "make_models.py", *sorted((here / "ctranslate2").glob("*.py"))]
+    return [*code, here / "make_models.py", *sorted(here.glob("ctranslate2*.py"))]
 
 
 def _make(kind: str, origin: str, folder: Path) -> None:

@@ -1,1 +1,5 @@
-"""Evaluation of models on test sets, with the engine and without the network."""
+"""Evaluation of models on test sets: `antiphon evaluate`."""
+
+
+class EvaluationError(Exception):
+    """The evaluation cannot run; the message names the argument or file."""

@@ -1,9 +1,8 @@
-"""`antiphon evaluate`: runs a bundle, or a checkpoint in PyTorch, on a test set and scores it.
+"""`antiphon evaluate`: runs a bundle, or a checkpoint in PyTorch, on a test set, and scores it.
 
-Opens bundles and test sets; evaluate_translations.py, evaluate_labels.py and evaluate_texts.py score them, and
-evaluate_checkpoints.py scores checkpoints. quality.py records the scores.
-
-A bundle runs in the same engine as in the server, without the network. torch is imported for checkpoints only.
+This module reads the flags, opens bundles and test sets, and records scores in manifests. translations.py, labels.py,
+texts.py and checkpoints.py compute the scores. A bundle runs in the same engine as in the server, without the network.
+torch is imported for checkpoints only.
 """
 
 from __future__ import annotations
@@ -11,21 +10,26 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gzip
+import hashlib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TypeVar
 
 from antiphon.bundle.graph import GraphError
-from antiphon.bundle.manifest import MANIFEST_NAME, Bundle, BundleError, Precision, load_bundle
-from antiphon.cli.connection_flags import (
-    add_call_flags,
-    add_connection_flags,
-    connection_problem,
-    read_client_flags,
+from antiphon.bundle.manifest import (
+    MANIFEST_NAME,
+    Bundle,
+    BundleError,
+    Measure,
+    Precision,
+    Quality,
+    load_bundle,
+    write_manifest,
 )
+from antiphon.cli.connection_flags import add_call_flags, add_connection_flags, connection_problem, read_client_flags
 from antiphon.client import Options, ServerError
 from antiphon.domain.errors import InvalidArgument
 from antiphon.domain.limits import ALLOWED
@@ -36,19 +40,11 @@ from antiphon.runtime.encoder_runner import EncoderRunner
 from antiphon.runtime.runners import open_runner
 from antiphon.text.format import TextFormat
 from antiphon.text.tokenizer import TokenizerError, open_tokenizer
-from antiphon.tools.evaluation.errors import EvaluationError
-from antiphon.tools.evaluation.evaluate_checkpoints import evaluate_checkpoint, score_text_in_pytorch
-from antiphon.tools.evaluation.evaluate_labels import LabelScore, evaluate_labels
-from antiphon.tools.evaluation.evaluate_server import evaluate_server
-from antiphon.tools.evaluation.evaluate_texts import NoTextError, TextScore, evaluate_texts
-from antiphon.tools.evaluation.evaluate_translations import (
-    Reader,
-    Score,
-    TestSet,
-    run_engine,
-    score_system,
-)
-from antiphon.tools.evaluation.quality import record
+from antiphon.tools.evaluation import EvaluationError
+from antiphon.tools.evaluation.checkpoints import evaluate_checkpoint, score_text_in_pytorch
+from antiphon.tools.evaluation.labels import LabelScore, evaluate_labels
+from antiphon.tools.evaluation.texts import NoTextError, TextScore, evaluate_texts
+from antiphon.tools.evaluation.translations import Reader, Score, TestSet, evaluate_server, run_engine, score_system
 from antiphon.training.data.corpus import Corpus, Pair, load_corpus
 from antiphon.training.data.running_text import read_running_text
 from antiphon.training.recipe import (
@@ -60,7 +56,7 @@ from antiphon.training.recipe import (
 )
 from antiphon.training.recipe_data import DataConfig
 
-OneScore = TypeVar("OneScore", LabelScore, TextScore)
+AnyScore = TypeVar("AnyScore", LabelScore, TextScore)
 
 # Options of translations and labels, which --text excludes.
 _NOT_BESIDE_TEXT = (
@@ -168,9 +164,8 @@ def _scores(args: argparse.Namespace) -> Sequence[Score | LabelScore | TextScore
 
 
 def _evaluate_server(args: argparse.Namespace) -> Score:
-    given = [name for name in _NOT_OF_SERVER if getattr(args, name)]
-    if given:
-        raise EvaluationError(f"--target scores a running server; leave out {_shown(given[0])}")
+    if excluded := [name for name in _NOT_OF_SERVER if getattr(args, name)]:
+        raise EvaluationError(f"--target scores a running server; leave out {_flag(excluded[0])}")
     _check_output(args)
     languages = (args.source_language, args.target_language)
     try:
@@ -182,7 +177,7 @@ def _evaluate_server(args: argparse.Namespace) -> Score:
         raise EvaluationError(connection_problem(error)) from None
 
 
-def _shown(name: str) -> str:
+def _flag(name: str) -> str:
     return "MODEL" if name == "model" else f"--{name.replace('_', '-')}"
 
 
@@ -192,8 +187,8 @@ def _check_output(args: argparse.Namespace) -> None:
 
 
 def _evaluate_texts(args: argparse.Namespace) -> list[TextScore]:
-    if beside := [name for name in _NOT_BESIDE_TEXT if getattr(args, name)]:
-        raise EvaluationError(f"--text measures decoder-only models; leave out --{beside[0].replace('_', '-')}")
+    if excluded := [name for name in _NOT_BESIDE_TEXT if getattr(args, name)]:
+        raise EvaluationError(f"--text measures decoder-only models; leave out {_flag(excluded[0])}")
     texts, bundle = _read(args.text), _decoder_only(args, "--text measures decoder-only models")
     try:
         return _score_texts(args, bundle, texts, [args.text])
@@ -270,8 +265,8 @@ def _bundle_precisions(bundle: Bundle) -> list[Precision]:
 
 
 def _recorded(
-    args: argparse.Namespace, bundle: Bundle, scores: dict[Precision | None, OneScore], files: list[Path]
-) -> list[OneScore]:
+    args: argparse.Namespace, bundle: Bundle, scores: dict[Precision | None, AnyScore], files: list[Path]
+) -> list[AnyScore]:
     """Write the scores into the manifest if --record is given. Return them."""
     if args.record:
         measure, exact = scores["float32"].quality
@@ -340,8 +335,8 @@ def _record(args: argparse.Namespace, test_set: TestSet) -> list[Score]:
     if exact is None:
         exact = evaluate_checkpoint(argparse.Namespace(**{**options, "model": args.checkpoint}), test_set)[0]
         scores.append(exact)
-    found = {name: score.bleu for name, score in zip(precisions, scores, strict=False)}
-    record(bundle, "bleu", found, exact.bleu, (args.source, args.reference))
+    values = {name: score.bleu for name, score in zip(precisions, scores, strict=False)}
+    record(bundle, "bleu", values, exact.bleu, (args.source, args.reference))
     return scores
 
 
@@ -378,3 +373,37 @@ def _languages(text: TextFormat, args: argparse.Namespace) -> RequestLanguages:
     except InvalidArgument as error:
         flag = f"--{error.field.replace('_', '-')}"
         raise EvaluationError(f"{flag} is {error.value!r}; it must be {error.allowed}") from None
+
+
+def file_name(paths: Sequence[Path]) -> str:
+    """Return the names of the scored files, in order. For translations: sources, then references."""
+    *names, last = (path.name for path in paths)
+    return f"{', '.join(names)} and {last}" if names else last
+
+
+def sha256_of(paths: Sequence[Path]) -> str:
+    """Return the SHA-256 (hex) of the concatenated bytes of the files."""
+    digest = hashlib.sha256()
+    for path in paths:
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def record(
+    bundle: Bundle, measure: Measure, scores: Mapping[Precision, float], float32: float, paths: Sequence[Path]
+) -> None:
+    """Write the score of each precision, atomically. It replaces earlier scores of the same measure and files.
+
+    float32: score of the model whose weights these precisions round. Other entries and all hashes stay unchanged.
+    """
+    name, sha256 = file_name(paths), sha256_of(paths)
+    added = tuple(
+        Quality(precision=precision, measure=measure, value=value, float32=float32, file=name, sha256=sha256)
+        for precision, value in scores.items()
+    )
+    kept = tuple(
+        entry
+        for entry in bundle.manifest.quality
+        if entry.measure != measure or entry.sha256 != sha256 or entry.precision not in scores
+    )
+    write_manifest(bundle.path, bundle.manifest.model_copy(update={"quality": (*kept, *added)}))

@@ -23,8 +23,8 @@ from antiphon.export.verification.cuda_stepper import cuda_stepper
 from antiphon.export.weights.unpacking import unpack_checkpoint
 from antiphon.server.settings import SHIPPED_BUNDLE
 from antiphon.text.tokenizer import open_tokenizer
+from antiphon.tools.bench.corpus import Ids, held_out
 from antiphon.tools.bench.report import BenchError
-from antiphon.tools.bench.sources import Ids, held_out
 
 _PRECISIONS: tuple[Precision, ...] = ("float32", "bfloat16", "float16")
 
@@ -39,21 +39,21 @@ def translate(folder: Path, graphs: GraphSet, config: ModelConfig, sources: Sequ
     return [_until_end(target, config.eos_id) for target in np.stack(chosen, axis=1).tolist()]
 
 
-def agreement(found: Sequence[Ids], expected: Sequence[Ids]) -> tuple[int, int]:
+def agreement(targets: Sequence[Ids], expected: Sequence[Ids]) -> tuple[int, int]:
     """Return the number of equal targets, and the number of tokens before the first difference of each target."""
-    num_equal = sum(list(one) == list(other) for one, other in zip(found, expected, strict=True))
-    return num_equal, sum(map(_num_common, found, expected))
+    num_equal = sum(list(target) == list(other) for target, other in zip(targets, expected, strict=True))
+    return num_equal, sum(map(_num_common, targets, expected))
 
 
 def _until_end(target: list[int], eos_id: int) -> list[int]:
     return target[: target.index(eos_id) + 1] if eos_id in target else target
 
 
-def _num_common(found: Ids, expected: Ids) -> int:
-    for index, (one, other) in enumerate(zip(found, expected, strict=False)):
-        if one != other:
+def _num_common(target: Ids, expected: Ids) -> int:
+    for index, (token_id, expected_id) in enumerate(zip(target, expected, strict=False)):
+        if token_id != expected_id:
             return index
-    return min(len(found), len(expected))
+    return min(len(target), len(expected))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -79,8 +79,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             graphs.precision: translate(Path(work), graphs, model.config, sources, args.longest) for graphs in sets
         }
     num_tokens = sum(map(len, targets["float32"]))
-    for precision, found in targets.items():
-        num_equal, num_common = agreement(found, targets["float32"])
+    for precision, translations in targets.items():
+        num_equal, num_common = agreement(translations, targets["float32"])
         tokens = f"{num_common} of {num_tokens} tokens before the first difference"
         print(f"{precision}: {num_equal} of {len(texts)} targets equal, {tokens}")
     return 0

@@ -1,1 +1,0 @@
-"""Ways to run requests: the engine, static batches, a batcher, and arrivals in open loop."""

@@ -1,0 +1,146 @@
+"""Child processes of a benchmark: servers, with their memory and CPU time as the system reports them, and a client."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from antiphon.client import Source
+from antiphon.tools.bench.report import BenchFailure, Speed
+
+_READY = re.compile(r"(?:antiphon|echo): ready(?:: .*)? on (?P<target>127[^,\s]+)")
+# Much longer than any normal run: turns a hang into an error.
+PATIENCE_S = 600
+_CHILD_SERVERS = "antiphon.tools.bench.child_servers"
+
+
+class Served:
+    """Ready server process. Leaving the context ends it. module: what it runs, and its arguments.
+
+    ready_s: seconds from the start of the process to its ready line. Raises BenchFailure if the line never appears.
+    """
+
+    def __init__(self, *module: str, stdin: int | None = None) -> None:
+        started_s = time.perf_counter()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", *module],
+            stdin=stdin,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=_environment(),
+        )
+        assert self._process.stdout is not None
+        match = _READY.match(self._process.stdout.readline())
+        self.ready_s = time.perf_counter() - started_s
+        if match is None:
+            self._end()
+            raise BenchFailure("the server did not start; its error message is above")
+        self.target = match["target"]
+
+    @property
+    def loop_cpu_s(self) -> float:
+        """CPU time of its event loop, the main thread; of all event loops, if it has several processes."""
+        pid = self._process.pid
+        workers = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split()
+        return sum(_main_thread_cpu_s(worker) for worker in (str(pid), *workers))
+
+    def memory_mb(self, field: str) -> float:
+        """Return a field of /proc/PID/status of the server, VmRSS or VmHWM, in MB."""
+        status = Path(f"/proc/{self._process.pid}/status").read_text(encoding="ascii")
+        return int(status.partition(f"{field}:")[2].split()[0]) * 1024 / 1e6
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        self._process.terminate()
+        try:
+            self._process.communicate(timeout=PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.communicate()
+
+
+class BenchServer(Served):
+    """Ready `antiphon serve` process on free loopback ports."""
+
+    def __init__(self, bundle: Path, *, rows: int, threads: int, workers: int = 1) -> None:
+        """threads: of all workers together."""
+        flags = _flags(rows, threads // workers)
+        super().__init__(
+            "antiphon.cli", "serve", str(bundle), *flags, "--workers", str(workers), "--log-level", "error"
+        )
+
+
+class EchoServer(Served):
+    """Ready server that answers at once, without any work."""
+
+    def __init__(self) -> None:
+        super().__init__(_CHILD_SERVERS, "echo")
+
+
+class StagedServer(Served):
+    """Ready `antiphon serve` process whose stages are measured. It makes access lines, as in production."""
+
+    def __init__(self, bundle: Path, *, rows: int, threads: int) -> None:
+        arguments = (str(bundle), *_flags(rows, threads), "--log-level", "info")
+        super().__init__(_CHILD_SERVERS, "stages", *arguments, stdin=subprocess.PIPE)
+        self.seconds()  # from now on, access lines are not shown
+
+    def seconds(self) -> tuple[dict[str, float], float]:
+        """Return CPU seconds of the event loop since its start: of each stage, and of all of its work."""
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None
+        assert stdout is not None
+        stdin.write("\n")
+        stdin.flush()
+        report = json.loads(stdout.readline())
+        return report["stages"], report["all"]
+
+
+def run_client(
+    target: str, sources: Sequence[Source], *, concurrency: int, max_new_tokens: int, kind: str = "streams"
+) -> tuple[Speed, list[str]]:
+    """Translate sources in a child process, `concurrency` at a time. Return the speed and the translations.
+
+    kind: as in `client.py`. Raises BenchFailure when the client fails.
+    """
+    module = "antiphon.tools.bench.client"
+    ended = subprocess.run(
+        (sys.executable, "-m", module, target, kind, str(concurrency), str(max_new_tokens)),
+        input=json.dumps(list(sources)), stdout=subprocess.PIPE, text=True, timeout=PATIENCE_S, check=False,
+        env=_environment(),
+    )  # fmt: skip
+    if ended.returncode != 0:
+        raise BenchFailure("the client failed; its error message is above")
+    answer = json.loads(ended.stdout)
+    return Speed(num_tokens=answer["num_tokens"], seconds=answer["seconds"]), answer["texts"]
+
+
+def _flags(rows: int, threads: int) -> list[str]:
+    """Return the flags of a server on free ports. threads: of each process."""
+    settings = {"port": 0, "metrics-port": 0, "max-num-seqs": rows, "threads": threads}
+    return [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+
+
+def _main_thread_cpu_s(pid: str) -> float:
+    nanos, *_ = Path(f"/proc/{pid}/task/{pid}/schedstat").read_text(encoding="ascii").split()
+    return int(nanos) / 1e9
+
+
+def _environment() -> dict[str, str]:
+    """Return this process's environment without the settings of a server."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("ANTIPHON_")}

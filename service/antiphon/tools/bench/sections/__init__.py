@@ -1,1 +1,0 @@
-"""Sections of `antiphon bench`: each measures one subject and returns its findings."""

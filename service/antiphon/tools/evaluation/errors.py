@@ -1,5 +1,0 @@
-"""Error of `antiphon evaluate`."""
-
-
-class EvaluationError(Exception):
-    """The evaluation cannot run; the message names the argument or file."""
