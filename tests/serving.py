@@ -38,7 +38,7 @@ from antiphon.rpc.v1.models import LoadedModel, Models
 from antiphon.rpc.v1.options import NO_DEFAULTS, default_options
 from antiphon.rpc.v1.servicer import InferenceServicer
 from antiphon.rpc.v1.streaming import Pacing
-from antiphon.runtime.next_token import NextTokenScorer
+from antiphon.runtime.explain import NextTokenScorer
 from antiphon.server.access import Access
 from antiphon.server.ports import close_port, open_port
 from antiphon.server.service_port import SERVICES, build_server, build_waits, call_limits
@@ -144,8 +144,8 @@ async def serving(
     metrics = Metrics(families, MODEL_NAME)
     engine = Engine(runner, limits or limits_for(runner), metrics, clock=clock)
     described = pb.Limits(
-        max_source_len=runner.max_source_len,
-        max_target_len=runner.max_target_len,
+        max_source_len=runner.facts.max_source_len,
+        max_target_len=runner.facts.max_target_len,
         max_text_bytes=config.max_text_bytes,
     )
     long_texts = LongTexts(2 * max(config.max_message_bytes, config.max_text_bytes))

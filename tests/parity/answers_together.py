@@ -22,8 +22,8 @@ from antiphon.architecture.config import ModelConfig
 from antiphon.bundle.manifest import Bundle
 from antiphon.bundle.native_stepper import NativeStepper
 from antiphon.checkpoints.checkpoint import Checkpoint
-from antiphon.domain.cancellation import Cancellations
-from antiphon.domain.request import Request, SamplingParams, TokenEvent
+from antiphon.domain.request import Cancellations, Request, TokenEvent
+from antiphon.domain.sampling_params import SamplingParams
 from antiphon.engine.admission import admit, limits_of
 from antiphon.engine.kv_cache import BlockPool
 from antiphon.engine.request_queue import RequestQueue
@@ -33,7 +33,7 @@ from antiphon.engine.stream import OutputStream
 from antiphon.export.export import export_bundle
 from antiphon.observability.engine_metrics import Metrics
 from antiphon.observability.metrics import MetricFamilies
-from antiphon.runtime.native_runner import NativeRunner
+from antiphon.runtime.native import NativeRunner
 from antiphon.text.tokenizer import Tokenizer, byte_bpe_format
 from antiphon.transformer.layers import CrossAttention
 from antiphon.transformer.random_model import random_transformer
@@ -109,7 +109,7 @@ def answer(runner: NativeRunner, requests: Sequence[Request]) -> Answers:
             runner, max_num_batched_tokens=10**6, max_queued_requests=2 * len(requests), max_queued_tokens=10**6
         )
         queue = RequestQueue(limits)
-        pool = BlockPool(runner.num_blocks, runner.block_size)
+        pool = BlockPool(runner.facts.num_blocks, runner.facts.block_size)
         state = EngineState(
             runner,
             queue=queue,

@@ -9,8 +9,9 @@ from typing import cast
 
 from prometheus_client import CollectorRegistry
 
-from antiphon.domain.cancellation import CancelCause, Cancellations
 from antiphon.domain.request import (
+    CancelCause,
+    Cancellations,
     Request,
     TokenEvent,
 )
@@ -22,7 +23,7 @@ from antiphon.engine.step import EngineState, Stepper
 from antiphon.engine.stream import OutputStream
 from antiphon.observability.engine_metrics import Metrics
 from antiphon.observability.metrics import MetricFamilies
-from antiphon.runtime.native_runner import NativeRunner
+from antiphon.runtime.native import NativeRunner
 from antiphon.runtime.runner import DecodeBatch, Runner, Samples
 from tests.fakes import FakeClock, limits_for
 
@@ -56,7 +57,7 @@ class Crowd:
         self.groups: dict[str, SequenceGroup] = {}
         self.cancellations = Cancellations()
         self.watcher = Watcher(runner)
-        self.pool = BlockPool(runner.num_blocks, runner.block_size)
+        self.pool = BlockPool(runner.facts.num_blocks, runner.facts.block_size)
         limits = limits_for(runner, max_num_batched_tokens=160, max_queued_requests=1000, max_queued_tokens=100_000)
         self.queue = RequestQueue(limits)
         self.limits = limits_of(runner, limits)

@@ -19,12 +19,13 @@ import transformers
 from antiphon.bundle.manifest import Bundle
 from antiphon.checkpoints.source_weights import SourceError
 from antiphon.client import Options, ServerError
-from antiphon.domain.request import Request, SamplingParams, TokenEvent
+from antiphon.domain.request import Request, TokenEvent
+from antiphon.domain.sampling_params import SamplingParams
 from antiphon.export.export import ExportError, export_bundle
 from antiphon.export.verification.verify import verify
 from antiphon.importer.importer import ImportOptions, import_checkpoint
 from antiphon.ops.cache_geometry import BLOCK_SIZE, blocks_for
-from antiphon.runtime.native_runner import NativeRunner
+from antiphon.runtime.native import NativeRunner
 from antiphon.transformer.random_model import random_transformer
 from antiphon.v1 import inference_pb2 as pb
 from tests.bundle_serving import serving_bundle

@@ -14,13 +14,13 @@ from antiphon.bundle.manifest import Bundle, Lowering, load_bundle
 from antiphon.checkpoints.checkpoint import Checkpoint, CheckpointError
 from antiphon.client import ServerError
 from antiphon.domain.errors import Unsupported
-from antiphon.domain.request import SamplingParams
+from antiphon.domain.sampling_params import SamplingParams
 from antiphon.export.export import export_bundle
 from antiphon.export.graphs.contrib_lowering import LoweringError
 from antiphon.export.verification.verify import TOLERANCES, compare
 from antiphon.ops.cache_geometry import pool_axes
 from antiphon.runtime.explain import Explainer
-from antiphon.runtime.native_runner import NativeRunner
+from antiphon.runtime.native import NativeRunner
 from antiphon.tools.bench.ctranslate2_conversion import ctranslate2_specification
 from antiphon.transformer.greedy import greedy
 from antiphon.transformer.transformer import Transformer

@@ -261,11 +261,12 @@ class RunningRows:
     @classmethod
     def of_runner(cls, runner: Runner, num_rows: int) -> RunningRows:
         """Return num_rows empty rows. They keep their tokens if the runner can resume a preempted row."""
+        facts = runner.facts
         return cls(
             num_rows,
-            self_width=blocks_for(runner.max_target_len, runner.block_size) if runner.has_decoder else 1,
-            cross_width=blocks_for(runner.max_source_len, runner.block_size) if runner.has_encoder else 1,
-            history_width=1 + runner.max_target_len if runner.has_decoder else 0,
+            self_width=blocks_for(facts.max_target_len, facts.block_size) if facts.has_decoder else 1,
+            cross_width=blocks_for(facts.max_source_len, facts.block_size) if facts.has_encoder else 1,
+            history_width=1 + facts.max_target_len if facts.has_decoder else 0,
         )
 
     def __len__(self) -> int:

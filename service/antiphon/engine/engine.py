@@ -21,10 +21,19 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from antiphon.domain.cancellation import CancelCause, Cancellations
 from antiphon.domain.errors import AntiphonError, DeadlineExceeded, EngineFault, InvalidArgument, Unavailable
 from antiphon.domain.limits import EngineLimits
-from antiphon.domain.request import ANSWERED, FinishReason, Pooling, Priority, Request, Task, TokenEvent
+from antiphon.domain.request import (
+    ANSWERED,
+    CancelCause,
+    Cancellations,
+    FinishReason,
+    Pooling,
+    Priority,
+    Request,
+    Task,
+    TokenEvent,
+)
 from antiphon.engine.admission import admit, check_ability, limits_of
 from antiphon.engine.kv_cache import BlockHolder, BlockPool, holder_of
 from antiphon.engine.request_queue import RequestQueue
@@ -134,7 +143,7 @@ class Engine:
         for lane_runner in runners:
             _check_rows(lane_runner, limits)
         self._limits = limits
-        self._pool = BlockPool(runner.num_blocks, runner.block_size)
+        self._pool = BlockPool(runner.facts.num_blocks, runner.facts.block_size)
         self._admission = limits_of(runner, limits)
         self._queue = RequestQueue(limits)
         self._live: dict[str, SequenceGroup] = {}
@@ -438,9 +447,9 @@ def _failed() -> AntiphonError:
 
 
 def _check_rows(runner: Runner, limits: EngineLimits) -> None:
-    if limits.max_num_seqs > runner.max_rows:
+    if limits.max_num_seqs > (most := runner.facts.max_rows):
         raise ValueError(
-            f"max_num_seqs is {limits.max_num_seqs}; it must be 1 to {runner.max_rows}, the rows of the model's caches"
+            f"max_num_seqs is {limits.max_num_seqs}; it must be 1 to {most}, the rows of the model's caches"
         )
 
 

@@ -142,9 +142,10 @@ class KVCache:
 
 def may_run_short(runner: Runner, num_rows: int) -> bool:
     """Return whether num_rows rows could need more blocks than the pool has."""
-    source_len = runner.max_source_len if runner.has_encoder else 0
-    longest = blocks_of_longest(source_len, runner.max_target_len, runner.block_size)
-    return runner.has_decoder and runner.num_blocks < num_rows * longest
+    facts = runner.facts
+    source_len = facts.max_source_len if facts.has_encoder else 0
+    longest = blocks_of_longest(source_len, facts.max_target_len, facts.block_size)
+    return facts.has_decoder and facts.num_blocks < num_rows * longest
 
 
 def first_blocks(num_fed: int, num_self_blocks: int, block_size: int) -> int:

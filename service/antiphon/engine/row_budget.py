@@ -25,9 +25,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from antiphon.domain.cancellation import Cancellations
 from antiphon.domain.limits import EngineLimits
-from antiphon.domain.request import Task
+from antiphon.domain.request import Cancellations, Task
 from antiphon.engine.batch import RunningRows
 from antiphon.engine.kv_cache import KVCache
 from antiphon.engine.request_queue import RequestQueue

@@ -22,10 +22,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from antiphon.domain.cancellation import CancelCause, Cancellations
 from antiphon.domain.errors import AntiphonError, DeadlineExceeded, EngineFault
 from antiphon.domain.limits import EngineLimits
-from antiphon.domain.request import ANSWERED, EncoderOutputs, FinishReason, TokenEvent
+from antiphon.domain.request import ANSWERED, CancelCause, Cancellations, EncoderOutputs, FinishReason, TokenEvent
 from antiphon.engine.batch import RunningRows
 from antiphon.engine.beam_search import BeamRows
 from antiphon.engine.kv_cache import BlockPool, KVCache, may_run_short
@@ -36,7 +35,7 @@ from antiphon.engine.scheduler import MAX_DEFERRED_STEPS, early_groups, may_enco
 from antiphon.engine.sequence import Sequence, SequenceGroup, SequenceState, sequences_of
 from antiphon.engine.stream import Item, OutputStream, Publisher, TokenSink
 from antiphon.observability.engine_metrics import Metrics
-from antiphon.runtime.readout import read_out
+from antiphon.runtime.encoder_outputs import read_out
 from antiphon.runtime.runner import NOT_FINITE, EncodeReport, Runner, Samples
 
 log = logging.getLogger(__name__)
@@ -276,7 +275,7 @@ class Stepper:
             self._start_pending()
 
     def _start_pending(self) -> None:
-        for group in self._budget.start_pending(self._lane, self._runner.bos_id):
+        for group in self._budget.start_pending(self._lane, self._runner.facts.bos_id):
             self._beams.add(group)
 
     def _admit(self) -> None:
@@ -322,7 +321,7 @@ class Stepper:
         group.state, group.lane = SequenceState.ENCODING, self._lane.index
         if group.admitted_s is None:
             group.ticket, group.admitted_s = next(self._state.tickets), now_s
-            group.sequences = sequences_of(group, self._runner.bos_id, self._runner.eos_id)
+            group.sequences = sequences_of(group, self._runner.facts.bos_id, self._runner.facts.eos_id)
             self._metrics.admitted(now_s - group.request.arrival_s, group.request.trace_id)
         group.take_first_rows(0 if is_early else group.num_first_rows)
         self._cache.allocate(group)
@@ -330,7 +329,7 @@ class Stepper:
 
     def _start(self, groups: tuple[SequenceGroup, ...]) -> None:
         """Encode the groups' sources if the model has an encoder, and give the groups their rows."""
-        if self._runner.has_encoder:
+        if self._runner.facts.has_encoder:
             self._encode(groups)
             return
         self._metrics.prompted(sum(group.request.num_source_tokens for group in groups))
@@ -372,7 +371,7 @@ class Stepper:
         joining = [group for group in groups if group.state is not SequenceState.FINISHED]
         for group in joining:
             group.state = SequenceState.RUNNING
-        self._rows.append((sequence for group in joining for sequence in group.starting), self._runner.bos_id)
+        self._rows.append((sequence for group in joining for sequence in group.starting), self._runner.facts.bos_id)
         for group in joining:
             self._budget.begin(self._lane, group)
             if group.is_beam_search and group.starting:
@@ -404,7 +403,7 @@ class Stepper:
 
     def _commit(self, samples: Samples) -> tuple[tuple[TokenSink, ...], list[Item]]:
         """End the outputs that are finished; returns the other rows' sinks and tokens."""
-        committed = commit(self._rows, samples, self._runner.eos_id)
+        committed = commit(self._rows, samples, self._runner.facts.eos_id)
         # From the last row down, so that the row that moves into a freed one is a row that continues.
         for ended in committed.ended:
             self._finish_output(ended)
@@ -551,5 +550,5 @@ class Stepper:
         num_groups = self._budget.num_groups
         current = (num_groups, self._cache.pool.num_free, self._cache.num_cross_blocks)
         if current != self._occupancy:
-            self._metrics.occupied(num_groups, self._cache.use(self._runner.cache_bytes_per_token))
+            self._metrics.occupied(num_groups, self._cache.use(self._runner.facts.cache_bytes_per_token))
             self._occupancy = current

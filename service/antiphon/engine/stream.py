@@ -20,8 +20,7 @@ from functools import partial
 from itertools import chain
 from typing import Any, Protocol, cast
 
-from antiphon.domain.cancellation import CancelCause
-from antiphon.domain.request import FinishReason, TokenEvent, TokenLogprob
+from antiphon.domain.request import CancelCause, FinishReason, TokenEvent, TokenLogprob
 from antiphon.engine.reader import read_when
 
 Item = int | TokenLogprob

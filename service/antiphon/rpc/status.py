@@ -15,8 +15,8 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 
-from antiphon.domain.cancellation import CancelCause
 from antiphon.domain.errors import AntiphonError, EngineFault, InvalidArgument, QueueFull, Unauthenticated
+from antiphon.domain.request import CancelCause
 from antiphon.observability.call import CallRecord
 from antiphon.observability.logging import where_of
 from antiphon.rpc.context import GrpcContext, Metadata, RequestContext

@@ -13,14 +13,14 @@ import uvloop
 from prometheus_client import CollectorRegistry
 
 from antiphon.domain.limits import EngineLimits
-from antiphon.domain.request import Arrival, FinishReason, Request, SamplingParams, TokenEvent
-from antiphon.domain.tasks import Generate
+from antiphon.domain.request import Arrival, FinishReason, Request, Task, TokenEvent
+from antiphon.domain.sampling_params import SamplingParams
 from antiphon.engine.engine import Engine, interpreter_for_steps
 from antiphon.engine.stream import OutputStream
 from antiphon.observability.engine_metrics import Metrics
 from antiphon.observability.metrics import MetricFamilies
+from antiphon.runtime.lanes import AnyRunner
 from antiphon.runtime.runner import Runner
-from antiphon.runtime.runners import AnyRunner
 
 A = TypeVar("A")
 
@@ -32,7 +32,7 @@ class Offline:
     """
 
     def __init__(self, *runners: Runner, rows: int) -> None:
-        self._eos_id = runners[0].eos_id
+        self._eos_id = runners[0].facts.eos_id
         self._engine = _engine(*runners, rows=rows)
         self._loop = asyncio.Runner(loop_factory=uvloop.new_event_loop)
 
@@ -119,7 +119,10 @@ class Offline:
     def _submit(self, name: str, source: Sequence[int], params: SamplingParams, *, client: str = "") -> OutputStream:
         stream, arrival_s = OutputStream(name), self._engine.clock()
         arrival = Arrival(request_id=name, arrival_s=arrival_s, client=client)
-        self._engine.submit(Generate(arrival=arrival, source_ids=tuple(source), params=params), stream)
+        self._engine.submit(
+            Request(task=Task.GENERATE, is_streamed=True, arrival=arrival, source_ids=tuple(source), params=params),
+            stream,
+        )
         return stream
 
     def _ids(self, event: TokenEvent) -> list[int]:
@@ -159,7 +162,7 @@ async def answer_all(runner: AnyRunner, requests: Sequence[Request], *, unit: st
     """
     from tqdm import tqdm  # of the extra `train`, which a benchmark does not need
 
-    engine = _engine(runner, rows=runner.max_rows)
+    engine = _engine(runner, rows=runner.facts.max_rows)
     engine.start()
     try:
         streams = [OutputStream(request.request_id) for request in requests]

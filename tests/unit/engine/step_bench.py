@@ -9,8 +9,8 @@ from prometheus_client import CollectorRegistry
 
 from antiphon.architecture.heads import HeadConfig
 from antiphon.architecture.heads import Task as HeadTask
-from antiphon.domain.cancellation import CancelCause, Cancellations
-from antiphon.domain.request import FinishReason, Request, SamplingParams, TokenEvent
+from antiphon.domain.request import CancelCause, Cancellations, FinishReason, Request, TokenEvent
+from antiphon.domain.sampling_params import SamplingParams
 from antiphon.engine.admission import admit, limits_of
 from antiphon.engine.kv_cache import BlockPool
 from antiphon.engine.request_queue import RequestQueue
@@ -52,7 +52,7 @@ class Bench:
         )
         self.clock = FakeClock()
         self.cancellations = Cancellations()
-        self.pool = BlockPool(self.runner.num_blocks, BLOCK_SIZE)
+        self.pool = BlockPool(self.runner.facts.num_blocks, BLOCK_SIZE)
         self.limits = limits_for(
             self.runner, max_num_batched_tokens=16, max_queued_requests=100, max_queued_tokens=10_000
         )

@@ -11,7 +11,8 @@ from prometheus_client import CollectorRegistry
 
 from antiphon.domain.errors import DeadlineExceeded, EngineFault, InvalidArgument, QueueFull, Unavailable
 from antiphon.domain.limits import EngineLimits
-from antiphon.domain.request import FinishReason, SamplingParams
+from antiphon.domain.request import FinishReason
+from antiphon.domain.sampling_params import SamplingParams
 from antiphon.engine.engine import Engine
 from antiphon.observability.engine_metrics import Metrics
 from antiphon.observability.metrics import MetricFamilies
@@ -24,7 +25,7 @@ ENDLESS = source_of(target_len=60)
 @pytest.fixture
 def endless() -> Iterator[Bench]:
     bench = Bench(FakeRunner(max_rows=4, max_target_len=1_000_000, block_size=4096))
-    bench.runner.overrides[ENDLESS] = np.eye(1, bench.runner.vocab_size, 9, dtype=np.float32)[0]
+    bench.runner.overrides[ENDLESS] = np.eye(1, bench.runner.facts.vocab_size, 9, dtype=np.float32)[0]
     bench.engine.start()
     yield bench
     bench.engine.stop()

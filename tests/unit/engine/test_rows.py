@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from antiphon.domain.request import MAX_SEED, SamplingParams
+from antiphon.controls.table import MAX_SEED
+from antiphon.domain.sampling_params import SamplingParams
 from antiphon.engine.batch import RunningRows
 from antiphon.engine.kv_cache import BlockPool
 from antiphon.engine.sequence import Sequence, SequenceGroup

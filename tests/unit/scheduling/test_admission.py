@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from antiphon.domain.errors import InvalidArgument
 from antiphon.domain.limits import EncodeBudget
-from antiphon.domain.request import SamplingParams
+from antiphon.domain.sampling_params import SamplingParams
 from antiphon.engine.admission import admit, limits_of
 from antiphon.engine.stream import OutputStream
 from tests.fakes import FakeRunner, limits_for, request_of, source_of
@@ -14,7 +16,7 @@ from tests.fakes import FakeRunner, limits_for, request_of, source_of
 
 def check(source: int, prefix: int) -> None:
     runner = FakeRunner(vocab_size=64)
-    runner.source_vocab_size = 80
+    runner.facts = dataclasses.replace(runner.facts, source_vocab_size=80)
     admit(request_of("a", (source,), prefix=(prefix,)), OutputStream("a"), limits_of(runner, limits_for(runner)))
 
 

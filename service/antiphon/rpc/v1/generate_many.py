@@ -14,9 +14,8 @@ from typing import Any, TypeVar, cast
 import grpc
 from google.protobuf.duration_pb2 import Duration
 
-from antiphon.domain.cancellation import CancelCause
 from antiphon.domain.errors import AntiphonError, InvalidArgument, QueueFull, SlowReader
-from antiphon.domain.request import FinishReason, TokenEvent
+from antiphon.domain.request import CancelCause, FinishReason, TokenEvent
 from antiphon.observability.call import CallRecord, log_request_id
 from antiphon.rpc.client_waits import Writer
 from antiphon.rpc.context import RequestContext

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 
 import grpc.aio
 
-from antiphon.domain.cancellation import CancelCause
 from antiphon.domain.errors import AntiphonError, InvalidArgument, SlowReader
-from antiphon.domain.request import Request, TokenEvent
+from antiphon.domain.request import CancelCause, Request, TokenEvent
 from antiphon.engine.engine import Engine
 from antiphon.engine.stream import OutputStream
 from antiphon.observability.call import CallRecord

@@ -24,10 +24,15 @@ from antiphon.rpc.v1.model_info import ModelInfo, describe
 from antiphon.rpc.v1.models import LoadedModel
 from antiphon.rpc.v1.servicer import InferenceServicer
 from antiphon.rpc.v1.streaming import Pacing
-from antiphon.runtime.explain import Explainer
-from antiphon.runtime.lanes import fastest_num_lanes, open_lanes, possible_lanes
-from antiphon.runtime.next_token import NextTokenScorer
-from antiphon.runtime.runners import AnyRunner, open_cuda_runner, open_runner
+from antiphon.runtime.explain import Explainer, NextTokenScorer
+from antiphon.runtime.lanes import (
+    AnyRunner,
+    fastest_num_lanes,
+    open_cuda_runner,
+    open_lanes,
+    open_runner,
+    possible_lanes,
+)
 from antiphon.runtime.warm_up import NotFinite, warm_up
 from antiphon.server.models.memory import (
     LIMIT_MARGIN,
@@ -118,7 +123,7 @@ class _Processor:
             runners=runners,
             limits=replace(limits, encode_budget=_encode_budget(bundle, plan, len(runners))),
             memory=need.memory,
-            scorer=self._scorer() if runners[0].has_decoder else None,
+            scorer=self._scorer() if runners[0].facts.has_decoder else None,
         )
 
     def _scorer(self) -> NextTokenScorer:
@@ -159,7 +164,8 @@ class _Gpu:
             num_blocks=limits.kv_cache_blocks,
             memory_limit_bytes=None if limit_bytes is None else limit_bytes + weights,
         )
-        cache_bytes = runner.num_blocks * block_bytes_of(bundle.manifest.model, self.graphs) if runner.num_blocks else 0
+        num_blocks = runner.facts.num_blocks
+        cache_bytes = num_blocks * block_bytes_of(bundle.manifest.model, self.graphs) if num_blocks else 0
         # The workspace is not known before the first runs.
         memory = ModelMemory(weight_bytes=weights, cache_bytes=cache_bytes, workspace_bytes=0)
         return _OpenGraphs(runners=(runner,), limits=limits, memory=memory)
@@ -208,7 +214,7 @@ def _open(
         _warm_up(bundle, graphs, lane_runner)
     description = _described(bundle, runner, tokenizer, opened.limits, plan)
     description.name = name
-    explainer = Explainer(bundle, precision=runner.precision)
+    explainer = Explainer(bundle, precision=runner.facts.precision)
     positions = bundle.manifest.positions
     model = ModelInfo(
         description=description,
@@ -225,7 +231,7 @@ def _open(
     engine = Engine(runner, opened.limits, metrics, more_runners=opened.runners[1:])
     return LoadedModel(
         name=name,
-        precision=runner.precision,
+        precision=runner.facts.precision,
         servicer=InferenceServicer(model, engine, resources.pacing, resources.long_texts),
         engine=engine,
         description=description,
@@ -246,7 +252,7 @@ def _metrics(metrics: Metrics, bundle: Bundle, graphs: GraphSet, memory: ModelMe
 def _described(
     bundle: Bundle, runner: AnyRunner, tokenizer: Tokenizer, limits: EngineLimits, plan: ModelPlan
 ) -> pb.Model:
-    longest = limits_of(runner, limits).max_source_len
+    longest = limits_of(runner, limits).facts.max_source_len
     try:
         return describe(
             bundle,

@@ -22,7 +22,7 @@ from antiphon.domain.errors import OverBudget
 from antiphon.domain.limits import EncodeBudget, EngineLimits
 from antiphon.ops.cache_geometry import BLOCK_SIZE, blocks_of_longest, cuda_pool_axes, pool_axes
 from antiphon.runtime.cuda.cuda_graph import bytes_of
-from antiphon.runtime.native_encoder import RUN_TOKENS
+from antiphon.runtime.encoder import RUN_TOKENS
 
 log = logging.getLogger(__name__)
 

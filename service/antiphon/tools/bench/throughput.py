@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from antiphon.domain.request import SamplingParams
+from antiphon.domain.sampling_params import SamplingParams
 from antiphon.runtime.runner import Runner
 from antiphon.tools.bench.corpus import Ids, bleu
 from antiphon.tools.bench.ctranslate2 import (
@@ -95,7 +95,7 @@ def _decode_rows(
     with Offline(*runners, rows=rows) as offline:
         ours = partial(offline.translate, sources, concurrency=len(sources), max_new_tokens=limit)
         theirs = partial(reference.translate, prompts_of(sources), settings, limit)
-        equal = _checked_share_equal(subject, ours(), theirs()[1], runners[0].eos_id)
+        equal = _checked_share_equal(subject, ours(), theirs()[1], runners[0].facts.eos_id)
         pairs = alternate(lambda: timed(ours), lambda: theirs()[0], setup.repeat)
     case = Case(
         name="decode",
@@ -141,7 +141,7 @@ def _quality(
         rows=rows,
         against=str(settings),
         is_ctranslate2=True,
-        equal_outputs=_checked_share_equal(subject, ours, theirs, runners[0].eos_id),
+        equal_outputs=_checked_share_equal(subject, ours, theirs, runners[0].facts.eos_id),
     )
     return case.finding([(scores[0], scores[1])], "BLEU", digits=2)
 
@@ -165,7 +165,7 @@ def _beams_of(subject: Subject, setup: Setup) -> list[Finding]:
         paced = partial(greedy, beam_width=BEAM_WIDTH)
         searched = partial(paced, concurrency=len(sources))
         theirs = partial(reference.translate, prompts_of(sources), settings, limit)
-        targets = [[index for index in target if index != runners[0].eos_id] for target in searched()]
+        targets = [[index for index in target if index != runners[0].facts.eos_id] for target in searched()]
         equal = share_equal(targets, theirs()[1])
         against_ctranslate2 = alternate(lambda: timed(searched), lambda: theirs()[0], setup.repeat)
         against_greedy = alternate(lambda: timed(paced), lambda: timed(greedy), setup.repeat)
@@ -210,13 +210,13 @@ def sampling(setup: Setup) -> list[Finding]:
 def _sampling_of(subject: Subject, setup: Setup) -> list[Finding]:
     rows = max(setup.rows) if setup.rows else SAMPLING_ROWS
     runner = setup.runner(subject, rows)
-    source, longest = subject.sources(1)[0], runner.max_target_len - 1
+    source, longest = subject.sources(1)[0], runner.facts.max_target_len - 1
     plain = SamplingParams(
         temperature=_TEMPERATURE, seed=1, num_return_sequences=rows, ignore_eos=True, max_new_tokens=longest
     )
     findings = []
     with Offline(runner, rows=rows) as offline:
-        for name, changes in filters_of(runner.vocab_size).items():
+        for name, changes in filters_of(runner.facts.vocab_size).items():
             filtered = dataclasses.replace(plain, **changes)
             pairs = alternate(
                 partial(timed, partial(offline.sample, source, filtered)),
@@ -269,7 +269,7 @@ def _encode_of(subject: Subject, setup: Setup) -> list[Finding]:
         encode_candidates(ENCODE_ROWS, setup.threads, [len(source) for source in sources]), prompts, 1
     )
     ours, theirs = partial(_first_tokens, runner, sources), partial(reference.translate, prompts, settings, 1)
-    equal = share_equal([[i for i in target if i != runner.eos_id] for target in ours()], theirs()[1])
+    equal = share_equal([[i for i in target if i != runner.facts.eos_id] for target in ours()], theirs()[1])
 
     def our_run() -> Speed:
         started_s = time.perf_counter()
@@ -302,7 +302,7 @@ def _first_tokens(runner: Runner, sources: list[Ids]) -> list[Ids]:
     """Encode all sources, feed the begin token to every row and return the first token of each target."""
     batch = StaticBatch(runner, sources, max_new_tokens=1)
     batch.encode()
-    token_ids = batch.step(np.full(len(sources), runner.bos_id, np.int64), 0)
+    token_ids = batch.step(np.full(len(sources), runner.facts.bos_id, np.int64), 0)
     return [[token_id] for token_id in token_ids.tolist()]
 
 

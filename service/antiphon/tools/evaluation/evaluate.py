@@ -33,11 +33,11 @@ from antiphon.cli.connection_flags import add_call_flags, add_connection_flags, 
 from antiphon.client import Options, ServerError
 from antiphon.domain.errors import InvalidArgument
 from antiphon.domain.limits import ALLOWED
-from antiphon.domain.request import SamplingParams
+from antiphon.domain.sampling_params import SamplingParams
 from antiphon.ops.workspace import WorkspaceError
 from antiphon.rpc.v1.languages import RequestLanguages, named_languages
-from antiphon.runtime.encoder_runner import EncoderRunner
-from antiphon.runtime.runners import open_runner
+from antiphon.runtime.lanes import open_runner
+from antiphon.runtime.native import EncoderRunner
 from antiphon.text.format import TextFormat
 from antiphon.text.tokenizer import TokenizerError, open_tokenizer
 from antiphon.tools.evaluation import EvaluationError
@@ -354,7 +354,7 @@ def _evaluate_bundle(args: argparse.Namespace, test_set: TestSet) -> list[Score]
     def decode(sources: Sequence[list[int]]) -> list[list[int]]:
         return asyncio.run(run_engine(runner, sources, params, languages))
 
-    return [score_system(f"antiphon {runner.precision}", decode, reader, test_set, args.output)]
+    return [score_system(f"antiphon {runner.facts.precision}", decode, reader, test_set, args.output)]
 
 
 def _params(args: argparse.Namespace) -> SamplingParams:

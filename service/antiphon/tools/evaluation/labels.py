@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from antiphon.bundle.manifest import Bundle, Measure
-from antiphon.domain.request import Arrival, EncoderOutputs, Task
-from antiphon.domain.tasks import ReadHead
-from antiphon.runtime.encoder_runner import EncoderRunner
+from antiphon.domain.request import Arrival, EncoderOutputs, Request, Task
+from antiphon.runtime.native import EncoderRunner
 from antiphon.text.template import fill, num_before
 from antiphon.text.tokenizer import open_tokenizer
 from antiphon.tools.offline import answer_all
@@ -114,7 +113,7 @@ class _Evaluation:
 
     @property
     def _system(self) -> str:
-        return f"antiphon {self._runner.precision}"
+        return f"antiphon {self._runner.facts.precision}"
 
     def _best(self, readout: EncoderOutputs) -> list[str]:
         return [self._labels[best] for best in readout.values.argmax(axis=1).tolist()]
@@ -126,7 +125,7 @@ class _Evaluation:
         requests = []
         for index, (ids, picks) in enumerate(sources):
             source_ids, type_ids = fill(self._text, ids)
-            request = ReadHead(
+            request = Request(
                 arrival=Arrival(request_id=str(index), arrival_s=0.0),
                 task=task,
                 picks=picks,

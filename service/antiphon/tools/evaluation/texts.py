@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from antiphon.bundle.manifest import Bundle, Measure
-from antiphon.domain.request import Arrival, Request
-from antiphon.domain.tasks import Score
-from antiphon.runtime.runners import AnyRunner
+from antiphon.domain.request import Arrival, Request, Task
+from antiphon.runtime.lanes import AnyRunner
 from antiphon.text.format import TextFormat
 from antiphon.text.template import fill, num_before
 from antiphon.text.tokenizer import Tokenizer, open_tokenizer
@@ -77,7 +76,7 @@ def evaluate_texts(bundle: Bundle, runner: AnyRunner, texts: Sequence[str]) -> T
     )
     num_tokens = sum(len(piece) - 1 for piece in pieces)
     return TextScore(
-        system=f"antiphon {runner.precision}",
+        system=f"antiphon {runner.facts.precision}",
         perplexity=math.exp(loss.nats / num_tokens),
         nats_per_character=loss.nats_per_character,
         bits_per_byte=loss.bits_per_byte,
@@ -107,7 +106,8 @@ def _tokenize(text: TextFormat, tokenizer: Tokenizer, texts: Sequence[str]) -> l
 
 
 def _score_request(name: str, ids: Sequence[int]) -> Request:
-    return Score(
+    return Request(
+        task=Task.SCORE,
         arrival=Arrival(request_id=name, arrival_s=0.0),
         source_ids=(),
         begin_id=ids[0],

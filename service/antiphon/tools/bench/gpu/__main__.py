@@ -27,7 +27,7 @@ from antiphon.ops.cuda.driver import CudaDevice
 from antiphon.ops.cuda.library_file import FOLDER
 from antiphon.runtime.cuda.open_device import DeviceError, open_device
 from antiphon.runtime.cuda.runner import CudaRunner
-from antiphon.runtime.native_runner import NativeRunner
+from antiphon.runtime.native import NativeRunner
 from antiphon.tools.bench.gpu.decoding import (
     SHAPES,
     Load,
