@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from antiphon.domain.request import SamplingParams
+from antiphon.domain.sampling_params import SamplingParams
 from antiphon.ops.sampling import FLOAT_PARAMS, INT_PARAMS, SamplingArrays
 from antiphon.runtime.runner import DecodeBatch
 

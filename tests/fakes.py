@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from antiphon.architecture.heads import EmbeddingConfig, HeadConfig
 from antiphon.architecture.heads import Task as HeadTask
 from antiphon.domain.limits import EngineLimits
-from antiphon.domain.request import Arrival, FinishReason, Request, SamplingParams, TokenEvent
-from antiphon.domain.tasks import Generate, Score
+from antiphon.domain.request import Arrival, FinishReason, Request, Task, TokenEvent
+from antiphon.domain.sampling_params import SamplingParams
 from antiphon.ops.cache_geometry import blocks_for, blocks_of_longest
 from antiphon.ops.sampling import SamplingArrays, sample
 from antiphon.runtime.runner import DecodeBatch, EncodeReport, Runner, Samples
@@ -337,9 +337,11 @@ def request_of(
     arrival_s: float = 0.0,
     deadline_s: float | None = None,
     prefix: tuple[int, ...] = (),
-) -> Generate:
+) -> Request:
     """Return a request to generate, greedy by default."""
-    return Generate(
+    return Request(
+        task=Task.GENERATE,
+        is_streamed=True,
         arrival=Arrival(request_id=request_id, arrival_s=arrival_s, deadline_s=deadline_s),
         source_ids=source,
         params=params or SamplingParams(),
@@ -355,10 +357,11 @@ def changed(request: _R, **changes: Any) -> _R:
     return dataclasses.replace(request, arrival=dataclasses.replace(request.arrival, **arrival), **rest)
 
 
-def scored(request: Generate, target_ids: Sequence[int], *, name: str | None = None) -> Score:
+def scored(request: Request, target_ids: Sequence[int], *, name: str | None = None) -> Request:
     """Return a request to score a target after the source and prefix of a request to generate."""
     arrival = request.arrival
-    return Score(
+    return Request(
+        task=Task.SCORE,
         arrival=arrival if name is None else dataclasses.replace(arrival, request_id=name),
         source_ids=request.source_ids,
         begin_id=request.begin_id,

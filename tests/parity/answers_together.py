@@ -22,7 +22,8 @@ from antiphon.architecture.config import ModelConfig
 from antiphon.bundle.manifest import Bundle
 from antiphon.bundle.native_stepper import NativeStepper
 from antiphon.checkpoints.checkpoint import Checkpoint
-from antiphon.domain.request import Request, SamplingParams, TokenEvent
+from antiphon.domain.request import Request, TokenEvent
+from antiphon.domain.sampling_params import SamplingParams
 from antiphon.engine.cache.block_pool import BlockPool
 from antiphon.engine.queue.request_queue import RequestQueue
 from antiphon.engine.scheduling.admission import admit, limits_of

@@ -10,8 +10,9 @@ from typing import cast
 
 from prometheus_client import CollectorRegistry
 
-from antiphon.domain.cancellation import CancelCause, Cancellations
 from antiphon.domain.request import (
+    CancelCause,
+    Cancellations,
     Request,
     TokenEvent,
 )

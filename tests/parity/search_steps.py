@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from antiphon.domain.beam_steps import Beam, BeamStep
+from antiphon.domain.request import Beam, BeamStep
 from tests.parity.transformers_reference import LogitsOf, Reference, search
 
 

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from antiphon.domain.request import EarlyStopping, FinishReason
+from antiphon.controls.table import EarlyStopping
+from antiphon.domain.request import FinishReason
 from antiphon.engine.beams.beam_search import BeamSearches, BeamSettings, Hypothesis, Search
 from tests.parity.transformers_reference import LogitsOf, Reference, generate
 

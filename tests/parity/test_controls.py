@@ -19,7 +19,9 @@ import pytest
 from antiphon.architecture.config import ModelConfig
 from antiphon.bundle.manifest import load_bundle
 from antiphon.bundle.native_stepper import NativeStepper
-from antiphon.domain.request import EarlyStopping, Request, SamplingParams, TokenEvent
+from antiphon.controls.table import EarlyStopping
+from antiphon.domain.request import Request, TokenEvent
+from antiphon.domain.sampling_params import SamplingParams
 from antiphon.runtime.native_runner import NativeRunner
 from antiphon.text.tokenizer import Tokenizer
 from tests.fakes import request_of

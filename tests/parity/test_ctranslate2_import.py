@@ -35,7 +35,9 @@ from antiphon.architecture.config import preset
 from antiphon.bundle.manifest import Bundle, Precision
 from antiphon.checkpoints.ctranslate2.model_file import ModelFile
 from antiphon.checkpoints.source_weights import SourceError
-from antiphon.domain.request import EarlyStopping, SamplingParams, TokenEvent
+from antiphon.controls.table import EarlyStopping
+from antiphon.domain.request import TokenEvent
+from antiphon.domain.sampling_params import SamplingParams
 from antiphon.engine.engine import Engine
 from antiphon.engine.sequences.stream import OutputStream
 from antiphon.export.weights.quantize import quantize_rows

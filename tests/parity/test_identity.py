@@ -21,18 +21,10 @@ import pytest
 
 from antiphon.bundle.manifest import Bundle, Precision
 from antiphon.checkpoints.checkpoint import Checkpoint
+from antiphon.controls.table import MAX_SEED, EarlyStopping
 from antiphon.domain.errors import InvalidArgument
-from antiphon.domain.request import (
-    MAX_SEED,
-    EarlyStopping,
-    FinishReason,
-    Pooling,
-    Request,
-    SamplingParams,
-    Task,
-    TokenEvent,
-)
-from antiphon.domain.tasks import Embed
+from antiphon.domain.request import FinishReason, Pooling, Request, Task, TokenEvent
+from antiphon.domain.sampling_params import SamplingParams
 from antiphon.export.export import export_bundle
 from antiphon.runtime.native_runner import NativeRunner
 from tests.fakes import changed, request_of, scored
@@ -58,7 +50,7 @@ def random_request(dice: random.Random, name: str, runner: NativeRunner) -> Requ
         params = SamplingParams(num_logprobs=dice.choice([None, 0, 3]))
         return scored(changed(made, prefix_ids=(), params=params), ids(dice.randint(1, runner.max_target_len)))
     pooling = dice.choice([kind for kind in Pooling if kind is not Pooling.MODEL])  # encoder-only models have it
-    return Embed(arrival=made.arrival, source_ids=source, pooling=pooling)
+    return Request(task=Task.EMBED, arrival=made.arrival, source_ids=source, pooling=pooling)
 
 
 def random_params(dice: random.Random, vocab_size: int) -> SamplingParams:

@@ -18,7 +18,7 @@ from antiphon.bundle.manifest import Bundle, Precision, load_bundle
 from antiphon.bundle.native_stepper import run_native
 from antiphon.bundle.session import native_session
 from antiphon.cli import main as cli
-from antiphon.domain.request import SamplingParams
+from antiphon.domain.sampling_params import SamplingParams
 from antiphon.rpc.v1.options import own_defaults
 from antiphon.runtime.native_runner import NativeRunner
 from tests.fakes import request_of

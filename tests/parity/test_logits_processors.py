@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from antiphon.domain.request import SamplingParams
+from antiphon.domain.sampling_params import SamplingParams
 from antiphon.engine.constraints.logits_processors import LogitsProcessors
 from antiphon.ops.sampling import sample
 from tests.batches import SampleSettings, sampling_of

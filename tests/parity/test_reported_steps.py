@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from antiphon.domain.request import EarlyStopping, SamplingParams
-from antiphon.domain.tasks import Generate, Score
+from antiphon.controls.table import EarlyStopping
+from antiphon.domain.request import Request
+from antiphon.domain.sampling_params import SamplingParams
 from antiphon.runtime.native_runner import NativeRunner
 from antiphon.transformer.transformer import Transformer
 from tests.fakes import request_of, scored
@@ -51,7 +52,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     return Tiny(model=model, runner=NativeRunner(bundle, max_rows=800, threads=1))
 
 
-def requests() -> list[Generate]:
+def requests() -> list[Request]:
     """Return every search over several sources."""
     dice = random.Random(1)
     sources = [tuple(dice.randrange(4, 61) for _ in range(dice.randint(3, 20))) for _ in range(6)]
@@ -88,7 +89,7 @@ def test_totals_of_beams_are_sums_of_the_log_probabilities_of_score(tiny: Tiny) 
     for request in asked:
         found = replay(answers[request.request_id][-1].beam_steps)
         paths = [path for paths in _all(found) for path in paths]
-        scores: list[Score] = [scored(request, path.token_ids, name=str(i)) for i, path in enumerate(paths)]
+        scores: list[Request] = [scored(request, path.token_ids, name=str(i)) for i, path in enumerate(paths)]
         judged = answer(tiny.runner, scores)
         for name, path in enumerate(paths):
             (event,) = judged[str(name)]

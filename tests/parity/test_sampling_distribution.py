@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from antiphon.architecture.config import ModelConfig
-from antiphon.domain.request import Request, SamplingParams, TokenEvent
+from antiphon.domain.request import Request, TokenEvent
+from antiphon.domain.sampling_params import SamplingParams
 from antiphon.ops.sampling import FLOAT_PARAMS
 from antiphon.runtime.native_runner import NativeRunner
 from antiphon.transformer.random_model import random_transformer

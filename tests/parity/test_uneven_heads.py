@@ -14,7 +14,7 @@ from antiphon.bundle.manifest import Bundle, Lowering, load_bundle
 from antiphon.checkpoints.checkpoint import Checkpoint, CheckpointError
 from antiphon.client import ServerError
 from antiphon.domain.errors import Unsupported
-from antiphon.domain.request import SamplingParams
+from antiphon.domain.sampling_params import SamplingParams
 from antiphon.export.export import export_bundle
 from antiphon.export.graphs.contrib_lowering import LoweringError
 from antiphon.export.verification.verify import TOLERANCES, compare

@@ -16,8 +16,8 @@ from google.protobuf.message_factory import GetMessageClass
 
 from antiphon.bundle.checksum import with_checksum
 from antiphon.bundle.manifest import MANIFEST_NAME, BundleError, load_bundle
-from antiphon.domain.combinations import check_combination
 from antiphon.domain.errors import InvalidArgument
+from antiphon.domain.sampling_params import check_combination
 from antiphon.engine.constraints.stop_strings import StopFilter, TokenStopMatcher
 from antiphon.rpc.calls.parsing import parser
 from antiphon.rpc.v1.options import read_options

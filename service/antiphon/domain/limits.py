@@ -1,7 +1,7 @@
 """Limits of one engine: rows, tokens of a step, queue, waiting time, cache and workspace.
 
 The one declaration of each limit, with its default and its allowed values. Settings and command lines build an
-`EngineLimits`; engine, queue, scheduler and capacity tools read it. Knows no source of settings and no runner.
+`EngineLimits`; engine, queue, scheduler and capacity tools read it.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from typing import Self
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Allowed:
-    """Allowed values of a limit, both ends included, and its meaning in one sentence for flags and settings."""
+    """Allowed values of a limit, both ends included."""
 
     low: int | float
     high: int | float
     meaning: str
+    """Meaning of the limit in one sentence, for flags and settings."""
 
     @property
     def is_whole(self) -> bool:
@@ -37,13 +38,11 @@ class Allowed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EncodeBudget:
-    """Limit of the workspace that encoding takes, and its prediction.
-
-    predict: bytes to encode sources of (tokens together, tokens of the longest); grows with both.
-    """
+    """Limit of the workspace that encoding takes, and its prediction."""
 
     max_bytes: float
     predict: Callable[[int, int], float]
+    """Bytes to encode sources of (tokens together, tokens of the longest); grows with both."""
 
     def fits(self, num_tokens: int, longest: int) -> bool:
         """Return whether sources with num_tokens tokens together fit one step, the longest with `longest` tokens."""
@@ -122,7 +121,7 @@ class EngineLimits:
 
 
 ALLOWED: Mapping[str, Allowed] = {
-    one.name: one.metadata["allowed"] for one in fields(EngineLimits) if "allowed" in one.metadata
+    limit.name: limit.metadata["allowed"] for limit in fields(EngineLimits) if "allowed" in limit.metadata
 }
 """Allowed values of each limit that is a setting, in order of declaration."""
 DEFAULT_LIMITS = EngineLimits()

@@ -1,46 +1,25 @@
 """Requests and their results: plain data that travels from the servicer to the engine and back.
 
-Knows nothing of protobuf, tensors, blocks or clocks.
+Only cancellations travel backwards.
 """
 
 from __future__ import annotations
 
 import enum
-from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
-from operator import attrgetter
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from antiphon.architecture.heads import Task as HeadTask
-from antiphon.controls.table import MAX_BEAM_WIDTH as MAX_BEAM_WIDTH
-from antiphon.controls.table import MAX_NUM_LOGPROBS as MAX_NUM_LOGPROBS
-from antiphon.controls.table import MAX_SEED as MAX_SEED
-from antiphon.controls.table import EarlyStopping as EarlyStopping
-from antiphon.controls.table import SamplingFields
-from antiphon.domain.beam_steps import BeamStep
-from antiphon.domain.combinations import Controls, check_combination
-from antiphon.domain.ranges import FREE, check_free, check_ranges
+from antiphon.controls.table import MAX_NUM_LOGPROBS
+from antiphon.domain.errors import InvalidArgument
+from antiphon.domain.sampling_params import SamplingParams
 
-
-class FinishReason(enum.Enum):
-    """Reason for which an output ended."""
-
-    STOP = "stop"  # the model produced its end token
-    LENGTH = "length"  # max_new_tokens or the model's own limit was reached
-    STOP_SEQUENCE = "stop_sequence"  # a stop id was sampled or a stop string completed
-    TIME_LIMIT = "time_limit"  # time_limit_s passed; the tokens so far are returned
-    EXHAUSTED = "exhausted"  # the constraints allowed no further token
-    CANCELLED = "cancelled"  # the client cancelled the call
-    DEADLINE = "deadline"  # the client's deadline passed
-    ERROR = "error"  # the engine failed; the stream ends with INTERNAL
-
-
-ANSWERED = frozenset(FinishReason) - {FinishReason.CANCELLED, FinishReason.DEADLINE, FinishReason.ERROR}
-"""Reasons that end an answer, complete or up to a limit of the request."""
+_NO_PARAMS = SamplingParams()
 
 
 class Priority(enum.Enum):
@@ -73,42 +52,6 @@ class Pooling(enum.Enum):
     NONE = "none"  # the whole encoder output
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SamplingParams(SamplingFields):
-    """Sampling controls of one request, checked singly and in combination against the table.
-
-    The fields are those of `antiphon.controls.table`. docs/CONTROLS.md gives the order of the steps.
-    """
-
-    def __post_init__(self) -> None:
-        if _further(self) == _FURTHER_DEFAULTS:  # true of most requests, which need only few checks
-            check_free(self)
-            return
-        check_ranges(self)
-        check_combination(Controls(params=self))
-
-    @property
-    def is_narrowed(self) -> bool:
-        """True when every step searches the vocabulary for the tokens to sample from."""
-        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.typical_p < 1)
-
-    @property
-    def is_greedy(self) -> bool:
-        """True when every token is the likeliest one."""
-        return self.temperature == 0.0
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of the batch that a request takes: one for each beam or sample."""
-        return self.beam_width if self.beam_width > 1 else self.num_return_sequences
-
-
-_FURTHER_FIELDS = tuple(one for one in fields(SamplingParams) if one.name not in FREE)
-_further = attrgetter(*(one.name for one in _FURTHER_FIELDS))
-_FURTHER_DEFAULTS = tuple(one.default for one in _FURTHER_FIELDS)
-_NO_PARAMS = SamplingParams()
-
-
 class StopMatcher(Protocol):
     """Search for stop strings in the tokens of one output."""
 
@@ -118,139 +61,106 @@ class StopMatcher(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arrival:
-    """Identity, sender and time limit of a request of any task.
-
-    request_id: unique among the requests of an engine.
-    arrival_s, deadline_s: seconds on the engine's monotonic clock; deadline None is no deadline.
-    client: name of the caller, as `caller.py` gives it. Clients with waiting requests take turns.
-    priority: class of requests with which it waits.
-    trace_id: id of the recorded trace that it belongs to; empty if there is none.
-    """
+    """Identity, sender and time limit of a request of any task."""
 
     request_id: str
+    """Unique among the requests of an engine."""
     arrival_s: float
+    """Seconds on the engine's monotonic clock."""
     deadline_s: float | None = None
+    """On the same clock; None is no deadline."""
     client: str = ""
+    """Name of the caller. Clients with waiting requests take turns."""
     priority: Priority = Priority.INTERACTIVE
+    """Class of requests with which it waits."""
     trace_id: str = ""
+    """Id of the recorded trace that it belongs to; empty if there is none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Request(ABC):
-    """Validated and tokenised request. Each kind of task has a separate class, see `tasks.py`.
-
-    The engine reads every kind through this class. The properties of fields that a kind does not have are empty.
-
-    source_ids: source tokens, end token included; empty for a decoder-only model.
-    """
+class Request:
+    """Validated and tokenised request of any task. The fields of other tasks keep their defaults."""
 
     arrival: Arrival
+    task: Task = Task.GENERATE
     source_ids: tuple[int, ...]
+    """Source tokens, end token included; empty for a decoder-only model."""
+    type_ids: tuple[int, ...] = ()
+    """Token types of the source; empty if all are 0."""
 
-    @property
-    @abstractmethod
-    def task(self) -> Task:
-        """Task of this request."""
+    # GENERATE and SCORE, which run the decoder
+    begin_id: int | None = None
+    """First decoder input; None is the model's begin token."""
+    prefix_ids: tuple[int, ...] = ()
+    """First target tokens, given and not generated; without the begin token."""
+    num_prompt_ids: int = 0
+    """For a decoder-only model, number of prompt tokens: the begin token and the first prefix_ids. Otherwise 0."""
+
+    # GENERATE
+    params: SamplingParams = _NO_PARAMS
+    stop_matcher: Callable[[], StopMatcher] | None = None
+    """Makes the stop string matcher of one output; None if there are no stop strings."""
+    is_streamed: bool = False
+    """The client reads tokens while they are generated. Otherwise a beam search reports only its end."""
+    reports_beam_steps: bool = False
+    """The answer contains every step of the beam search; only with a beam_width above 1."""
+
+    # SCORE
+    target_ids: tuple[int, ...] = ()
+    """Tokens to score, end token included."""
+    num_alternatives: int = 0
+    """Number of likeliest tokens to report with each token of the target."""
+
+    # EMBED
+    pooling: Pooling = Pooling.MEAN
+    """Conversion of the encoder's states to one vector."""
+    normalize: bool = False
+    """Divide the vector by its length."""
+
+    # CLASSIFY, TAG, FILL_MASK and NEXT_SENTENCE, which read the outputs of a head
+    picks: tuple[int, ...] = ()
+    """Source positions whose states the head reads."""
+    num_fillings: int = 0
+    """For FILL_MASK, number of tokens to propose for each position."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.num_alternatives <= MAX_NUM_LOGPROBS:
+            raise InvalidArgument("num_alternatives", self.num_alternatives, f"between 0 and {MAX_NUM_LOGPROBS}")
 
     @property
     def request_id(self) -> str:
-        """As in its arrival."""
+        """As in the arrival."""
         return self.arrival.request_id
 
     @property
     def arrival_s(self) -> float:
-        """As in its arrival."""
+        """As in the arrival."""
         return self.arrival.arrival_s
 
     @property
     def deadline_s(self) -> float | None:
-        """As in its arrival."""
+        """As in the arrival."""
         return self.arrival.deadline_s
 
     @property
     def client(self) -> str:
-        """As in its arrival."""
+        """As in the arrival."""
         return self.arrival.client
 
     @property
     def priority(self) -> Priority:
-        """As in its arrival."""
+        """As in the arrival."""
         return self.arrival.priority
 
     @property
     def trace_id(self) -> str:
-        """As in its arrival."""
+        """As in the arrival."""
         return self.arrival.trace_id
-
-    @property
-    def params(self) -> SamplingParams:
-        """Sampling parameters of a Generate."""
-        return _NO_PARAMS
-
-    @property
-    def begin_id(self) -> int | None:
-        """First decoder input of a Generate or Score; None is the model's begin token."""
-        return None
-
-    @property
-    def prefix_ids(self) -> tuple[int, ...]:
-        """Target tokens after the begin token that a Generate or Score starts with."""
-        return ()
-
-    @property
-    def num_prompt_ids(self) -> int:
-        """Number of tokens of the prompt of a decoder-only model: the begin token and the first prefix_ids."""
-        return 0
-
-    @property
-    def stop_matcher(self) -> Callable[[], StopMatcher] | None:
-        """Constructor of the stop string matchers of a Generate; None if it has no stop strings."""
-        return None
-
-    @property
-    def is_streamed(self) -> bool:
-        """True when the client reads the tokens of a Generate while they are generated."""
-        return False
-
-    @property
-    def reports_beam_steps(self) -> bool:
-        """True when the answer of a Generate contains every step of its beam search."""
-        return False
-
-    @property
-    def target_ids(self) -> tuple[int, ...]:
-        """Tokens that a Score scores."""
-        return ()
-
-    @property
-    def type_ids(self) -> tuple[int, ...]:
-        """Token types of the source of an Embed or ReadHead; empty if all are 0."""
-        return ()
-
-    @property
-    def pooling(self) -> Pooling:
-        """Pooling of an Embed."""
-        return Pooling.MEAN
-
-    @property
-    def normalize(self) -> bool:
-        """True when the vector of an Embed is divided by its length."""
-        return False
-
-    @property
-    def picks(self) -> tuple[int, ...]:
-        """Source positions whose states a head reads."""
-        return ()
-
-    @property
-    def num_fillings(self) -> int:
-        """Number of tokens that a FILL_MASK proposes for each of its picks."""
-        return 0
 
     @property
     def num_logprobs(self) -> int | None:
         """Number of alternatives reported with each token's log-probability; None reports no log-probabilities."""
-        return self.params.num_logprobs
+        return self.num_alternatives if self.task is Task.SCORE else self.params.num_logprobs
 
     @property
     def has_target(self) -> bool:
@@ -261,6 +171,11 @@ class Request(ABC):
     def head(self) -> HeadTask | None:
         """Head that reads the source's states; None if no head does."""
         return head_of(self.task, self.pooling)
+
+    @property
+    def head_positions(self) -> tuple[int, ...]:
+        """Source positions whose states the head reads; the model's own pooling head reads the first one."""
+        return (0,) if self.head == "pool" else self.picks
 
     @property
     def num_source_tokens(self) -> int:
@@ -287,16 +202,83 @@ _HEADS: dict[Task, HeadTask] = {
 }
 
 
+class CancelCause(enum.Enum):
+    """Cause of the cancellation of a request before its answer was read; a label of metrics."""
+
+    CLIENT = "client"  # the client cancelled the call, or its connection was lost
+    SLOW_READER = "slow_reader"  # the client reads no message for longer than the server waits
+    DEADLINE = "deadline"  # gRPC saw the deadline pass before the engine did; counted as a deadline miss
+    LOST_LOOP = "lost_loop"  # the event loop of the reader is closed
+    FAULT = "fault"  # the server failed to send the answer
+
+
+class Cancellations:
+    """Cancellations since the engine last read them; thread-safe."""
+
+    def __init__(self) -> None:
+        self._asked: deque[tuple[str, CancelCause]] = deque()
+
+    def __bool__(self) -> bool:
+        return bool(self._asked)
+
+    def put(self, request_id: str, cause: CancelCause) -> None:
+        """Add a request to be ended; the engine ignores unknown and finished ones."""
+        self._asked.append((request_id, cause))
+
+    def take(self) -> list[tuple[str, CancelCause]]:
+        """Remove and return all cancellations, oldest first."""
+        # popleft, not a swap: another thread may call put meanwhile.
+        return [self._asked.popleft() for _ in range(len(self._asked))]
+
+
+class FinishReason(enum.Enum):
+    """Reason for which an output ended."""
+
+    STOP = "stop"  # the model produced its end token
+    LENGTH = "length"  # max_new_tokens or the model's own limit was reached
+    STOP_SEQUENCE = "stop_sequence"  # a stop id was sampled or a stop string completed
+    TIME_LIMIT = "time_limit"  # time_limit_s passed; the tokens so far are returned
+    EXHAUSTED = "exhausted"  # the constraints allowed no further token
+    CANCELLED = "cancelled"  # the client cancelled the call
+    DEADLINE = "deadline"  # the client's deadline passed
+    ERROR = "error"  # the engine failed; the stream ends with INTERNAL
+
+
+ANSWERED = frozenset(FinishReason) - {FinishReason.CANCELLED, FinishReason.DEADLINE, FinishReason.ERROR}
+"""Reasons that end an answer, complete or up to a limit of the request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Beam:
+    """A beam after one step of a search."""
+
+    parent: int
+    """Index of the beam that it continues, among the live beams of the step before; 0 at the first step."""
+    token_id: int
+    """Its new token."""
+    total_logprob: float
+    """Sum of the log-probabilities of its tokens, after penalties."""
+    score: float | None = None
+    """Of a finished hypothesis: total_logprob divided by its length to the power of the length penalty."""
+
+
+@dataclass(frozen=True, slots=True)
+class BeamStep:
+    """One step of a search. live: best first. finished: in the order in which the search found them."""
+
+    live: tuple[Beam, ...]
+    finished: tuple[Beam, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class EncoderOutputs:
-    """Result of an encoder's pooling or head.
-
-    values: for EMBED [M], with Pooling.NONE [S, M]; for a head the scores [K, O] of its outputs for each pick; for
-        FILL_MASK [K, k] the scores of token_ids [K, k], the likeliest tokens.
-    """
+    """Result of an encoder's pooling or head."""
 
     values: NDArray[np.float32]
+    """For EMBED [M], with Pooling.NONE [S, M]; for a head the scores [K, O] of its outputs for each pick; for FILL_MASK
+    [K, k] the scores of token_ids."""
     token_ids: NDArray[np.int64] | None = None
+    """For FILL_MASK [K, k] the likeliest tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -324,28 +306,26 @@ class TokenEvent:
 
     Exactly one event of each output has a finish reason, and exactly one event of the request is its last. An error
     ends the request with one last event, even if outputs are unfinished.
-
-    output_index: index of the output.
-    token_ids: new target tokens, without end token and stop ids.
-    logprobs: of token_ids, and then of the token that ended the output; empty if not requested.
-    score: for a finished output: the score of a hypothesis, or the sum of the log-probabilities if requested.
-    num_generated: in the last event: number of target tokens produced for all outputs, end tokens included.
-    timing: in the last event.
-    cache_blocks: in the last event: maximum number of cache blocks that the request held at one time.
-    beam_steps: in the last event: steps of the beam search, if requested.
-    encoder_outputs: result of a task without a target.
     """
 
     request_id: str
     output_index: int = 0
     token_ids: tuple[int, ...] = ()
+    """New target tokens, without end token and stop ids."""
     logprobs: tuple[TokenLogprob, ...] = ()
+    """Of token_ids, and then of the token that ended the output; empty if not requested."""
     finish_reason: FinishReason | None = None
     score: float | None = None
+    """For a finished output: the score of a hypothesis, or the sum of the log-probabilities if requested."""
     is_last: bool = False
     num_generated: int = 0
+    """In the last event: number of target tokens produced for all outputs, end tokens included."""
     timing: Timing | None = None
+    """In the last event."""
     cache_blocks: int = 0
+    """In the last event: maximum number of cache blocks that the request held at one time."""
     beam_steps: tuple[BeamStep, ...] = ()
+    """In the last event: steps of the beam search, if requested."""
     encoder_outputs: EncoderOutputs | None = field(default=None, compare=False)
+    """Result of a task without a target."""
     error: Exception | None = field(default=None, compare=False)

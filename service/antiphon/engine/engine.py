@@ -14,10 +14,19 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from antiphon.domain.cancellation import CancelCause, Cancellations
 from antiphon.domain.errors import AntiphonError, DeadlineExceeded, EngineFault, InvalidArgument, Unavailable
 from antiphon.domain.limits import EngineLimits
-from antiphon.domain.request import ANSWERED, FinishReason, Pooling, Priority, Request, Task, TokenEvent
+from antiphon.domain.request import (
+    ANSWERED,
+    CancelCause,
+    Cancellations,
+    FinishReason,
+    Pooling,
+    Priority,
+    Request,
+    Task,
+    TokenEvent,
+)
 from antiphon.engine.cache.block_pool import BlockPool
 from antiphon.engine.cache.holders import BlockHolder, holder_of
 from antiphon.engine.heartbeat import Heartbeat

@@ -13,9 +13,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from antiphon.domain.cancellation import CancelCause
 from antiphon.domain.errors import AntiphonError
-from antiphon.domain.request import FinishReason, Request, Timing, TokenEvent
+from antiphon.domain.request import CancelCause, FinishReason, Request, Timing, TokenEvent
 from antiphon.observability.metrics.engine_metrics import Metrics
 from antiphon.observability.trace_context import TraceContext
 

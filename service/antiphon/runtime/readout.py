@@ -46,7 +46,7 @@ def read_out(requests: Sequence[Request], memory: NDArray[np.float32], runner: R
     for request in requests:
         end = first + len(request.source_ids)
         if request.head is not None:
-            places.setdefault(request.head, []).extend((request, first + pick) for pick in request.picks)
+            places.setdefault(request.head, []).extend((request, first + pick) for pick in request.head_positions)
         elif request.pooling is Pooling.DECLARED and runner.embedding is not None:
             declared.append((request, pool(memory[first:end], runner.embedding.poolings)))
         elif request.task is Task.EMBED:

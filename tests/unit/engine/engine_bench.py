@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from prometheus_client import CollectorRegistry
 
 from antiphon.domain.limits import EngineLimits
-from antiphon.domain.request import Request, SamplingParams, TokenEvent
+from antiphon.domain.request import Request, TokenEvent
+from antiphon.domain.sampling_params import SamplingParams
 from antiphon.engine.engine import Engine
 from antiphon.engine.sequences.stream import OutputStream
 from antiphon.observability.metrics.engine_metrics import Metrics

@@ -9,8 +9,8 @@ from prometheus_client import CollectorRegistry
 
 from antiphon.architecture.heads import HeadConfig
 from antiphon.architecture.heads import Task as HeadTask
-from antiphon.domain.cancellation import CancelCause, Cancellations
-from antiphon.domain.request import FinishReason, Request, SamplingParams, TokenEvent
+from antiphon.domain.request import CancelCause, Cancellations, FinishReason, Request, TokenEvent
+from antiphon.domain.sampling_params import SamplingParams
 from antiphon.engine.cache.block_pool import BlockPool
 from antiphon.engine.queue.request_queue import RequestQueue
 from antiphon.engine.scheduling.admission import admit, limits_of

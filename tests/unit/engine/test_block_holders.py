@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from antiphon.domain.request import SamplingParams
+from antiphon.domain.sampling_params import SamplingParams
 from antiphon.engine.cache.holders import BlockHolder
 from antiphon.ops.cache_geometry import blocks_for
 from tests.fakes import FakeRunner, source_of

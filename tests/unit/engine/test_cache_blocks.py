@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from antiphon.domain.request import Arrival, FinishReason, Request, SamplingParams
-from antiphon.domain.tasks import Embed
+from antiphon.domain.request import Arrival, FinishReason, Request, Task
+from antiphon.domain.sampling_params import SamplingParams
 from antiphon.ops.cache_geometry import blocks_for
 from tests.fakes import request_of, scored, source_of
 from tests.unit.engine.step_bench import BLOCK_SIZE, Bench
@@ -65,7 +65,7 @@ def test_greedy_request_holds_blocks_of_its_longest_target_when_the_pool_cannot_
         dataclasses.replace(GREEDY, params=SamplingParams(beam_width=4, max_new_tokens=9)),
         dataclasses.replace(GREEDY, params=SamplingParams(temperature=1.0, num_return_sequences=3, max_new_tokens=9)),
         scored(GREEDY, (9, 8, 7, 6, 5, 4)),
-        Embed(arrival=Arrival(request_id="a", arrival_s=0.0), source_ids=SOURCE),
+        Request(task=Task.EMBED, arrival=Arrival(request_id="a", arrival_s=0.0), source_ids=SOURCE),
     ],
     ids=["prefix", "beams", "samples", "score", "embed"],
 )

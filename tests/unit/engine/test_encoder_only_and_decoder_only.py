@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from antiphon.architecture.heads import HeadConfig, Scores
 from antiphon.domain.errors import InvalidArgument, Unsupported
-from antiphon.domain.request import Arrival, FinishReason, Pooling, Request, SamplingParams, Task
-from antiphon.domain.tasks import Embed, Generate, ReadHead
+from antiphon.domain.request import Arrival, FinishReason, Pooling, Request, Task
+from antiphon.domain.sampling_params import SamplingParams
 from antiphon.ops.readout import scores_of
 from tests.fakes import EOS_ID, FIRST_WORD_ID, changed, request_of, scored, source_of
 from tests.parity.transformers_reference import Reference, generate
@@ -39,7 +39,7 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
     loop.close()
 
 
-def prompted(name: str, prompt: tuple[int, ...], params: SamplingParams, prefix: tuple[int, ...] = ()) -> Generate:
+def prompted(name: str, prompt: tuple[int, ...], params: SamplingParams, prefix: tuple[int, ...] = ()) -> Request:
     """Return a request in the servicer's form for a decoder-only model."""
     return changed(
         request_of(name, (), params=params),
@@ -49,7 +49,7 @@ def prompted(name: str, prompt: tuple[int, ...], params: SamplingParams, prefix:
     )
 
 
-def reference(bench: Bench, request: Generate) -> list[list[int]]:
+def reference(bench: Bench, request: Request) -> list[list[int]]:
     """Return the output of transformers' `generate` for a prompt over the fake model's logits."""
     params, begin_id = request.params, request.decoder_input_ids(0)[0]
     model = Reference(lambda target: bench.runner.logits_after((), target), bos_id=begin_id, eos_id=EOS_ID)
@@ -67,7 +67,7 @@ def reference(bench: Bench, request: Generate) -> list[list[int]]:
 
 
 @st.composite
-def prompts(draw: st.DrawFn, name: str) -> Generate:
+def prompts(draw: st.DrawFn, name: str) -> Request:
     max_new_tokens = draw(st.none() | st.integers(1, 9))
     params = SamplingParams(
         beam_width=draw(st.sampled_from([1, 1, 3])),
@@ -154,18 +154,18 @@ def test_the_queue_counts_the_tokens_of_prompts(loop: asyncio.AbstractEventLoop)
     assert bench.queue.num_source_tokens == 0
 
 
-def reading(name: str, task: Task, picks: tuple[int, ...], length: int = 6, num_fillings: int = 0) -> ReadHead:
+def reading(name: str, task: Task, picks: tuple[int, ...], length: int = 6, num_fillings: int = 0) -> Request:
     """Return a request for the outputs of a head."""
     source = source_of(target_len=3, length=length, variant=length)
     arrival = Arrival(request_id=name, arrival_s=0.0)
-    return ReadHead(arrival=arrival, source_ids=source, task=task, picks=picks, num_fillings=num_fillings)
+    return Request(arrival=arrival, source_ids=source, task=task, picks=picks, num_fillings=num_fillings)
 
 
-def embedding(name: str, length: int = 6, *, pooling: Pooling = Pooling.MEAN, normalize: bool = False) -> Embed:
+def embedding(name: str, length: int = 6, *, pooling: Pooling = Pooling.MEAN, normalize: bool = False) -> Request:
     """Return a request for an embedding."""
     source = source_of(target_len=3, length=length, variant=length)
     arrival = Arrival(request_id=name, arrival_s=0.0)
-    return Embed(arrival=arrival, source_ids=source, pooling=pooling, normalize=normalize)
+    return Request(task=Task.EMBED, arrival=arrival, source_ids=source, pooling=pooling, normalize=normalize)
 
 
 def every_reading() -> list[Request]:
@@ -209,7 +209,7 @@ def test_readouts_are_computed_from_the_states_of_their_own_request(loop: asynci
     states = {name: bench.runner.memory(group.request.source_ids) for name, group in groups.items()}
 
     def outputs(name: str, task: str) -> np.ndarray:
-        picked = states[name][list(groups[name].request.picks)]
+        picked = states[name][list(groups[name].request.head_positions)]
         return bench.runner.head_outputs(task, picked).astype(np.float64)  # type: ignore[arg-type]
 
     softmax = np.exp(outputs("classify", "classify")) / np.exp(outputs("classify", "classify")).sum()

@@ -11,7 +11,8 @@ from prometheus_client import CollectorRegistry
 
 from antiphon.domain.errors import DeadlineExceeded, EngineFault, InvalidArgument, QueueFull, Unavailable
 from antiphon.domain.limits import EngineLimits
-from antiphon.domain.request import FinishReason, SamplingParams
+from antiphon.domain.request import FinishReason
+from antiphon.domain.sampling_params import SamplingParams
 from antiphon.engine.engine import Engine
 from antiphon.observability.metrics.engine_metrics import Metrics
 from antiphon.observability.metrics.metric_families import MetricFamilies

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from antiphon.domain.errors import EngineFault, Unavailable
-from antiphon.domain.request import FinishReason, SamplingParams, TokenEvent
+from antiphon.domain.request import FinishReason, TokenEvent
+from antiphon.domain.sampling_params import SamplingParams
 from tests.fakes import FakeRunner, source_of, tokens_of
 from tests.unit.engine.engine_bench import TIMEOUT_S, Bench, Gate, arrive, read
 

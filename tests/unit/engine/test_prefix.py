@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from antiphon.domain.errors import InvalidArgument
-from antiphon.domain.request import FinishReason, SamplingParams
+from antiphon.domain.request import FinishReason
+from antiphon.domain.sampling_params import SamplingParams
 from antiphon.ops.cache_geometry import blocks_for
 from tests.fakes import source_of
 from tests.unit.engine.step_bench import BLOCK_SIZE, Bench, expected

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from antiphon.domain.request import FinishReason, SamplingParams, TokenEvent
-from antiphon.domain.tasks import Generate
+from antiphon.domain.request import FinishReason, Request, TokenEvent
+from antiphon.domain.sampling_params import SamplingParams
 from antiphon.engine.sequences.sequence import SequenceGroup
 from tests.fakes import BOS_ID, EOS_ID, request_of, source_of
 from tests.parity.search_steps import check_steps, replay
@@ -36,7 +36,7 @@ def bench(loop: asyncio.AbstractEventLoop) -> Bench:
     return Bench(loop, max_rows=8, num_blocks=200, reads_history=True)
 
 
-def asking(bench: Bench, name: str, params: SamplingParams, *, target_len: int = 9) -> Generate:
+def asking(bench: Bench, name: str, params: SamplingParams, *, target_len: int = 9) -> Request:
     request = request_of(name, source_of(target_len=target_len), params=params, arrival_s=bench.clock())
     return dataclasses.replace(request, reports_beam_steps=True)
 

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from antiphon.domain.request import MAX_SEED, SamplingParams
+from antiphon.controls.table import MAX_SEED
+from antiphon.domain.sampling_params import SamplingParams
 from antiphon.engine.batch.rows import RunningRows
 from antiphon.engine.cache.block_pool import BlockPool
 from antiphon.engine.sequences.sequence import Sequence, SequenceGroup

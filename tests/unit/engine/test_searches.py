@@ -17,18 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from antiphon.controls.table import EarlyStopping
 from antiphon.domain.errors import EngineFault, InvalidArgument
-from antiphon.domain.request import (
-    Arrival,
-    EarlyStopping,
-    FinishReason,
-    Pooling,
-    Request,
-    SamplingParams,
-    StopMatcher,
-    TokenEvent,
-)
-from antiphon.domain.tasks import Embed, Generate
+from antiphon.domain.request import Arrival, FinishReason, Pooling, Request, StopMatcher, Task, TokenEvent
+from antiphon.domain.sampling_params import SamplingParams
 from antiphon.engine.sequences.sequence import SequenceState
 from tests.fakes import BOS_ID, EOS_ID, FIRST_WORD_ID, changed, request_of, scored, source_of
 from tests.parity.transformers_reference import LogitsOf, Reference, generate
@@ -59,7 +51,7 @@ class StopAt:
         return token_id == self._token_id
 
 
-def reference(bench: Bench, request: Generate) -> list[tuple[list[int], float | None]]:
+def reference(bench: Bench, request: Request) -> list[tuple[list[int], float | None]]:
     """Return the output of transformers' `generate` for a request over the fake model's logits."""
     return generate(
         Reference(logits_of(bench, request), bos_id=BOS_ID, eos_id=EOS_ID), **search_options(bench, request)
@@ -90,7 +82,7 @@ def search_options(bench: Bench, request: Request) -> dict[str, Any]:
 
 
 @st.composite
-def beam_requests(draw: st.DrawFn, name: str) -> Generate:
+def beam_requests(draw: st.DrawFn, name: str) -> Request:
     width, max_new_tokens = draw(st.integers(2, 4)), draw(st.integers(1, 14))
     params = SamplingParams(
         beam_width=width,
@@ -152,7 +144,7 @@ def test_sources_of_searches_are_encoded_early_and_their_beams_start_together(be
         assert {group.num_running_rows for group in groups} <= {0, 4}
     assert sum(runs) == len(groups)
     for group in (groups[0], *groups[3:]):
-        assert isinstance(group.request, Generate)
+        assert group.request.task is Task.GENERATE
         expected = reference(bench, group.request)
         assert [list(event.token_ids) for event in bench.outputs(group)] == [ids for ids, _ in expected[:1]]
 
@@ -202,7 +194,7 @@ def test_blocks_and_rows_are_consistent_after_any_mix_of_requests_cancels_and_fa
             assert [event.output_index for event in events] == list(range(group.request.params.num_return_sequences))
 
 
-def drain(bench: Bench, group_name: str, request: Generate) -> tuple[list[TokenEvent], tuple[int, ...]]:
+def drain(bench: Bench, group_name: str, request: Request) -> tuple[list[TokenEvent], tuple[int, ...]]:
     """Read a streamed request after each step. Return every event, and the tokens of the first output."""
     group = bench.ask(changed(request, request_id=group_name))
     events: list[TokenEvent] = []
@@ -382,7 +374,8 @@ def test_embedding_pools_the_states_of_its_own_source(bench: Bench) -> None:
     source, other = source_of(target_len=3, length=7), source_of(target_len=2, length=4)
     bench.add("other", other)
     asked = [
-        Embed(
+        Request(
+            task=Task.EMBED,
             arrival=Arrival(request_id=pooling.name, arrival_s=0.0),
             source_ids=source,
             pooling=pooling,

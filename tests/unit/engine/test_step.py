@@ -10,9 +10,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from antiphon.domain.cancellation import CancelCause
 from antiphon.domain.errors import DeadlineExceeded, EngineFault, QueueFull
-from antiphon.domain.request import FinishReason, SamplingParams
+from antiphon.domain.request import CancelCause, FinishReason
+from antiphon.domain.sampling_params import SamplingParams
 from antiphon.engine.sequences.sequence import SequenceGroup, SequenceState
 from antiphon.ops.cache_geometry import blocks_for
 from tests.fakes import changed, request_of, source_of

@@ -9,7 +9,8 @@ import threading
 
 import pytest
 
-from antiphon.domain.request import FinishReason, SamplingParams, TokenEvent, TokenLogprob
+from antiphon.domain.request import FinishReason, TokenEvent, TokenLogprob
+from antiphon.domain.sampling_params import SamplingParams
 from antiphon.engine.sequences.stream import OutputStream, Publisher
 from antiphon.observability.call import Call
 from tests.fakes import request_of

@@ -11,7 +11,7 @@ import pytest
 from antiphon.architecture.config import preset
 from antiphon.bundle.manifest import GenerationDefaults
 from antiphon.controls.table import SAMPLING_CONTROLS
-from antiphon.domain.request import SamplingParams
+from antiphon.domain.sampling_params import SamplingParams
 from antiphon.importer.generation_settings import (
     UNSUPPORTED,
     generation_defaults,

@@ -14,9 +14,8 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families
 
 from antiphon.bundle.manifest import MemoryFit
-from antiphon.domain.cancellation import CancelCause
 from antiphon.domain.errors import InvalidArgument, QueueFull, SlowReader, Unavailable
-from antiphon.domain.request import FinishReason, Timing
+from antiphon.domain.request import CancelCause, FinishReason, Timing
 from antiphon.observability.metrics.engine_metrics import CacheUse, Metrics
 from antiphon.observability.metrics.metric_families import MetricFamilies
 from antiphon.observability.metrics.rpc_metrics import RpcMetrics

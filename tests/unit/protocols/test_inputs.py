@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from antiphon.architecture.config import preset
-from antiphon.domain.combinations import Controls
 from antiphon.domain.errors import InvalidArgument
-from antiphon.domain.request import SamplingParams
+from antiphon.domain.sampling_params import Controls, SamplingParams
 from antiphon.rpc.v1.inputs import Inputs, LongTexts
 from antiphon.rpc.v1.languages import NO_LANGUAGES
 from antiphon.text.format import TextFormat

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from antiphon.bundle.manifest import GenerationDefaults
+from antiphon.controls.table import EarlyStopping
 from antiphon.domain.errors import InvalidArgument
-from antiphon.domain.request import EarlyStopping, SamplingParams
+from antiphon.domain.sampling_params import SamplingParams
 from antiphon.rpc.v1.options import default_options, read_options
 from antiphon.v1 import inference_pb2 as pb
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from antiphon.controls.rules import RULES
-from antiphon.domain.combinations import Controls, check_combination
+from antiphon.controls.table import EarlyStopping
 from antiphon.domain.errors import InvalidArgument
-from antiphon.domain.request import EarlyStopping, SamplingParams
+from antiphon.domain.sampling_params import Controls, SamplingParams, check_combination
 from antiphon.rpc.v1.options import default_options
 
 CONTROLS_MD = Path(__file__).resolve().parents[3] / "docs" / "CONTROLS.md"

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from antiphon.domain.request import MAX_SEED
+from antiphon.controls.table import MAX_SEED
 from antiphon.ops.logits_warpers import Warp
 from antiphon.ops.sampling import (
     NONE_ALLOWED,

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from antiphon.controls.table import MAX_BEAM_WIDTH, MAX_NUM_LOGPROBS, MAX_SEED, EarlyStopping
 from antiphon.domain.errors import InvalidArgument
-from antiphon.domain.ranges import check_token_ids
-from antiphon.domain.request import MAX_BEAM_WIDTH, MAX_NUM_LOGPROBS, MAX_SEED, EarlyStopping, SamplingParams
+from antiphon.domain.sampling_params import SamplingParams, check_token_ids
 
 TOO_SMALL = math.nextafter(0, -1)
 

@@ -6,7 +6,7 @@ import pytest
 
 from antiphon.domain.errors import InvalidArgument
 from antiphon.domain.limits import EncodeBudget
-from antiphon.domain.request import SamplingParams
+from antiphon.domain.sampling_params import SamplingParams
 from antiphon.engine.scheduling.admission import admit, limits_of
 from antiphon.engine.sequences.stream import OutputStream
 from tests.fakes import FakeRunner, limits_for, request_of, source_of

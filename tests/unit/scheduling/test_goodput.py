@@ -10,7 +10,8 @@ from collections.abc import Iterator
 import pytest
 
 from antiphon.domain.errors import DeadlineExceeded, QueueFull, Unavailable
-from antiphon.domain.request import ANSWERED, SamplingParams
+from antiphon.domain.request import ANSWERED
+from antiphon.domain.sampling_params import SamplingParams
 from antiphon.engine.sequences.sequence import SequenceState
 from tests.fakes import source_of
 from tests.unit.engine.step_bench import Bench

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from antiphon.domain.errors import InvalidArgument, QueueFull
-from antiphon.domain.request import FinishReason, Priority, SamplingParams, TokenEvent
-from antiphon.domain.tasks import Generate
+from antiphon.domain.request import FinishReason, Priority, Request, TokenEvent
+from antiphon.domain.sampling_params import SamplingParams
 from antiphon.engine.cache.reservations import LOOKAHEAD_STEPS
 from antiphon.engine.sequences.sequence import SequenceGroup, SequenceState
 from tests.fakes import changed, request_of, scored, source_of
@@ -28,7 +28,7 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
     loop.close()
 
 
-def long_request(name: str, **changes: object) -> Generate:
+def long_request(name: str, **changes: object) -> Request:
     """Return a request that takes two blocks at first, of its source and of its target, and seven in the end."""
     made = request_of(name, source_of(target_len=19, variant=len(name)), params=SamplingParams(max_new_tokens=20))
     return changed(made, **changes)
@@ -224,7 +224,7 @@ def test_preempted_request_can_end_while_its_source_is_encoded_again(loop: async
 
 
 def test_preemption_works_for_decoder_only_models(loop: asyncio.AbstractEventLoop) -> None:
-    def prompt(name: str) -> Generate:
+    def prompt(name: str) -> Request:
         made = request_of(name, (), params=SamplingParams(max_new_tokens=14, temperature=1.0, seed=len(name)))
         return dataclasses.replace(made, prefix_ids=(5,) * len(name), num_prompt_ids=1 + len(name))
 
@@ -250,7 +250,7 @@ class ThirdFive:
         return self.left <= 0
 
 
-def random_request(dice: random.Random, name: str) -> Generate:
+def random_request(dice: random.Random, name: str) -> Request:
     temperature = dice.choice([0.0, 1.0, 3.0])
     params = SamplingParams(
         max_new_tokens=dice.choice([None, 3, 12, 20]),

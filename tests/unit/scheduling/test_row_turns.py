@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from antiphon.domain.errors import InvalidArgument
-from antiphon.domain.request import FinishReason, Priority, Request, SamplingParams, TokenEvent
+from antiphon.domain.request import FinishReason, Priority, Request, TokenEvent
+from antiphon.domain.sampling_params import SamplingParams
 from antiphon.engine.scheduling.row_turns import CALM_STEPS, PATIENCE_STEPS
 from antiphon.engine.sequences.sequence import SequenceGroup, SequenceState
 from tests.fakes import changed, request_of, source_of

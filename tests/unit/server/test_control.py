@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from antiphon.bundle.manifest import MANIFEST_NAME
 from antiphon.domain.errors import BadBundle, LastModel, ModelExists, ModelNotFound, OverBudget, Unavailable
-from antiphon.domain.request import SamplingParams
+from antiphon.domain.sampling_params import SamplingParams
 from antiphon.engine.sequences.stream import OutputStream
 from antiphon.observability.metrics.metric_families import MetricFamilies
 from antiphon.ops.cache_geometry import BLOCK_SIZE

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from antiphon.domain.beam_steps import BeamStep
-from antiphon.domain.request import FinishReason
+from antiphon.domain.request import BeamStep, FinishReason
 from antiphon.engine.batch.row_sampling import num_candidates
 from antiphon.engine.batch.rows import RunningRows
 from antiphon.engine.beams.beam_search import BeamSearches, BeamSettings, Hypothesis, Search

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from antiphon.domain.beam_steps import Beam, BeamStep
-from antiphon.domain.request import EarlyStopping, FinishReason
+from antiphon.controls.table import EarlyStopping
+from antiphon.domain.request import Beam, BeamStep, FinishReason
 from antiphon.ops.beam_step import NONE, Ended, EngineRows, SearchArrays, Shared
 
 _DEAD = -1.0e9  # score of a beam that has no text yet, as in transformers

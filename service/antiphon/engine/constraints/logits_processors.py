@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from antiphon.domain.request import SamplingParams
+from antiphon.domain.sampling_params import SamplingParams
 
 _NEUTRAL = (0.0, 1.0, 0.0)
 _FORBIDDEN = (0.0, 1.0, -np.inf)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from antiphon.architecture.heads import Task as HeadTask
 from antiphon.domain.errors import InvalidArgument, InWords, Unsupported
 from antiphon.domain.limits import EngineLimits
-from antiphon.domain.ranges import check_tokens
 from antiphon.domain.request import Pooling, Request, Task, head_of
+from antiphon.domain.sampling_params import check_tokens
 from antiphon.engine.cache.reservations import first_blocks, may_run_short
 from antiphon.engine.sequences.sequence import SequenceGroup
 from antiphon.engine.sequences.stream import OutputStream

@@ -9,9 +9,7 @@ import enum
 import math
 from dataclasses import dataclass, field
 
-from antiphon.domain.beam_steps import BeamStep
-from antiphon.domain.cancellation import CancelCause
-from antiphon.domain.request import Request, StopMatcher, Task, Timing
+from antiphon.domain.request import BeamStep, CancelCause, Request, StopMatcher, Task, Timing
 from antiphon.engine.constraints.logits_processors import LogitsProcessors
 from antiphon.engine.sequences.stream import OutputStream, TokenSink
 

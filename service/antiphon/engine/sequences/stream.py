@@ -13,8 +13,7 @@ from collections.abc import Callable, Coroutine, Iterable
 from collections.abc import Sequence as SequenceABC
 from typing import Any, Protocol
 
-from antiphon.domain.cancellation import CancelCause
-from antiphon.domain.request import FinishReason, TokenEvent
+from antiphon.domain.request import CancelCause, FinishReason, TokenEvent
 from antiphon.engine.sequences.reader import read_when
 from antiphon.engine.sequences.unread_tokens import Item, UnreadTokens, bytes_of_logprobs
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from antiphon.domain.cancellation import CancelCause
 from antiphon.domain.errors import DeadlineExceeded
-from antiphon.domain.request import FinishReason
+from antiphon.domain.request import CancelCause, FinishReason
 from antiphon.engine.sequences.sequence import SequenceGroup, SequenceState
 from antiphon.engine.step.endings import Endings
 from antiphon.engine.step.parts import RunningState, StepParts

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from antiphon.domain.cancellation import Cancellations
 from antiphon.domain.limits import EngineLimits
+from antiphon.domain.request import Cancellations
 from antiphon.engine.batch.rows import RunningRows
 from antiphon.engine.beams.beam_rows import BeamRows
 from antiphon.engine.cache.block_pool import BlockPool

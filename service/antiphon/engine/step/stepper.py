@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from antiphon.domain.cancellation import CancelCause
 from antiphon.domain.errors import AntiphonError
-from antiphon.domain.request import FinishReason
+from antiphon.domain.request import CancelCause, FinishReason
 from antiphon.engine.scheduling.preemption import Preemption
 from antiphon.engine.sequences.sequence import SequenceGroup
 from antiphon.engine.sequences.stream import Publisher

@@ -14,9 +14,8 @@ from typing import Protocol
 from prometheus_client import Counter
 
 from antiphon.bundle.manifest import MemoryFit
-from antiphon.domain.cancellation import CancelCause
 from antiphon.domain.errors import refusal_reasons
-from antiphon.domain.request import ANSWERED, FinishReason, Priority, Task, Timing
+from antiphon.domain.request import ANSWERED, CancelCause, FinishReason, Priority, Task, Timing
 from antiphon.observability.metrics.metric_families import MetricFamilies
 from antiphon.observability.metrics.workspace_metrics import WorkspaceMetrics
 from antiphon.ops.workspace import Workspace

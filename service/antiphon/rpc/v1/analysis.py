@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 
 from antiphon.architecture.config import Part
 from antiphon.domain.errors import InvalidArgument, InWords, Unsupported
-from antiphon.domain.ranges import check_tokens
-from antiphon.domain.request import Arrival, SamplingParams, Task
-from antiphon.domain.tasks import Generate
+from antiphon.domain.request import Arrival, Request, Task
+from antiphon.domain.sampling_params import SamplingParams, check_tokens
 from antiphon.engine.constraints.logits_processors import LogitsProcessors
 from antiphon.engine.engine import Engine
 from antiphon.ops.logits_warpers import Warp
@@ -148,7 +147,8 @@ class Explanations:
         start = start_of(self._model, inputs.source.ids, (), inputs.languages.begin_id)
         num_explained = explainer.longest_target(len(start.source_ids)) - len(inputs.decoder_prefix_ids)
         params = SamplingParams(max_new_tokens=max(1, min(num_explained, self._longest_target(inputs))))
-        request = Generate(
+        request = Request(
+            task=Task.GENERATE,
             arrival=inputs.arrival,
             source_ids=start.source_ids,
             begin_id=start.begin_id,
@@ -249,7 +249,7 @@ class NextTokens:
         num_tokens = message.num_tokens or DEFAULT_NUM_TOKENS
         return await self._thread.run(partial(self._response, self._model.scorer, request, generated_ids, num_tokens))
 
-    def _checked_ids(self, message: pb.NextTokenRequest, request: Generate) -> tuple[int, ...]:
+    def _checked_ids(self, message: pb.NextTokenRequest, request: Request) -> tuple[int, ...]:
         """Return the generated tokens. Raises InvalidArgument for a source or target that Generate could not reach."""
         limits, config = self._model.description.limits, self._model.config
         source_ids, prefix_ids = self._source_and_prefix(request)
@@ -263,7 +263,7 @@ class NextTokens:
             raise InvalidArgument("generated_ids", InWords(f"holding the end token {config.eos_id}"), "without it")
         return generated_ids
 
-    def _source_and_prefix(self, request: Generate) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def _source_and_prefix(self, request: Request) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return source and prefix as the client gave them; a prompt is the source of a decoder-only model."""
         if not request.num_prompt_ids:
             return request.source_ids, request.prefix_ids
@@ -271,7 +271,7 @@ class NextTokens:
         return decoder_ids[: request.num_prompt_ids], decoder_ids[request.num_prompt_ids :]
 
     def _response(
-        self, scorer: NextTokenScorer, request: Generate, generated_ids: tuple[int, ...], num_tokens: int
+        self, scorer: NextTokenScorer, request: Request, generated_ids: tuple[int, ...], num_tokens: int
     ) -> pb.NextTokenResponse:
         decoder_ids = request.decoder_input_ids(self._model.config.bos_id)
         edits = _edits(request.params, decoder_ids, generated_ids, self._model.config.eos_id)

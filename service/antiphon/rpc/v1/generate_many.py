@@ -14,9 +14,8 @@ from typing import Any, TypeVar, cast
 import grpc
 from google.protobuf.duration_pb2 import Duration
 
-from antiphon.domain.cancellation import CancelCause
 from antiphon.domain.errors import AntiphonError, InvalidArgument, QueueFull, SlowReader
-from antiphon.domain.request import FinishReason, TokenEvent
+from antiphon.domain.request import CancelCause, FinishReason, TokenEvent
 from antiphon.observability.call import Call, current_call, enter_call
 from antiphon.rpc.calls.rpc import Context, InFlight
 from antiphon.rpc.calls.status.deadline import TimeLimited, remaining_s

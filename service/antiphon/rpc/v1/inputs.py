@@ -19,8 +19,8 @@ from functools import partial
 from typing import TypeVar
 
 from antiphon.architecture.config import ModelConfig
-from antiphon.domain.combinations import Controls
 from antiphon.domain.errors import InvalidArgument, InWords, TooManyTexts
+from antiphon.domain.sampling_params import Controls
 from antiphon.observability.call import current_call
 from antiphon.rpc.v1.languages import NO_LANGUAGES, RequestLanguages
 from antiphon.text.format import TextFormat

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from antiphon.domain.errors import InvalidArgument
-from antiphon.domain.request import SamplingParams
+from antiphon.domain.sampling_params import SamplingParams
 from antiphon.text.format import TextFormat
 from antiphon.text.template import LanguageIds, UnknownLanguageError, language_id
 from antiphon.v1 import inference_pb2 as pb

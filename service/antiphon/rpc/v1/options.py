@@ -18,11 +18,9 @@ from typing import Any
 
 from antiphon.bundle.manifest import GenerationDefaults
 from antiphon.controls.control import Control, Kind
-from antiphon.controls.table import CONTROLS, SAMPLING_CONTROLS, TEXT_CONTROLS
-from antiphon.domain.combinations import Controls, check_combination
+from antiphon.controls.table import CONTROLS, SAMPLING_CONTROLS, TEXT_CONTROLS, EarlyStopping
 from antiphon.domain.errors import InvalidArgument
-from antiphon.domain.ranges import check_token_ids
-from antiphon.domain.request import EarlyStopping, SamplingParams
+from antiphon.domain.sampling_params import Controls, SamplingParams, check_combination, check_token_ids
 from antiphon.engine.constraints.stop_strings import check_stop_strings
 from antiphon.v1 import inference_pb2 as pb
 

@@ -13,10 +13,9 @@ from typing import Any
 import grpc.aio
 
 from antiphon.domain.caller import caller_of
-from antiphon.domain.combinations import Controls
 from antiphon.domain.errors import InvalidArgument, InWords
-from antiphon.domain.request import Arrival, Pooling, Priority, Task
-from antiphon.domain.tasks import Embed, Generate, ReadHead, Score
+from antiphon.domain.request import Arrival, Pooling, Priority, Request, Task
+from antiphon.domain.sampling_params import Controls
 from antiphon.engine.engine import Engine
 from antiphon.observability.call import current_call
 from antiphon.rpc.calls.status.deadline import remaining_s
@@ -118,7 +117,7 @@ class RequestReader:
 
     async def generate(
         self, message: HasOptions, context: Context, *, is_streamed: bool
-    ) -> tuple[Generate, Detokenizer]:
+    ) -> tuple[Request, Detokenizer]:
         """Read a request to generate, and the detokenizer of its answer. Raises AntiphonError."""
         self._engine.check_ability(Task.GENERATE)
         arrival = self._arrivals.next(message, context)
@@ -128,7 +127,8 @@ class RequestReader:
         source_ids = (await self._inputs.source(message, languages)).ids
         detokenizer = self._detokenizer(message, controls, source_ids, prefix_ids)
         start = start_of(self._model, source_ids, prefix_ids, languages.begin_id)
-        request = Generate(
+        request = Request(
+            task=Task.GENERATE,
             arrival=arrival,
             source_ids=start.source_ids,
             begin_id=start.begin_id,
@@ -141,14 +141,15 @@ class RequestReader:
         )
         return request, detokenizer
 
-    async def score(self, message: pb.ScoreRequest, context: Context) -> Score:
+    async def score(self, message: pb.ScoreRequest, context: Context) -> Request:
         """Read a request to score a target. Raises AntiphonError."""
         self._engine.check_ability(Task.SCORE)
         arrival = self._arrivals.next(message, context)
         languages = languages_of(self._model.text, message)
         source = await self._inputs.source(message, languages)
         start = start_of(self._model, source.ids, (), languages.begin_id)
-        return Score(
+        return Request(
+            task=Task.SCORE,
             arrival=arrival,
             source_ids=start.source_ids,
             begin_id=start.begin_id,
@@ -158,7 +159,7 @@ class RequestReader:
             num_alternatives=message.num_alternatives,
         )
 
-    async def embed(self, message: pb.EmbedRequest, context: Context) -> Embed:
+    async def embed(self, message: pb.EmbedRequest, context: Context) -> Request:
         """Read a request for a source's encoder states. Raises AntiphonError.
 
         Without a pooling it asks for the vector that the model declares, or for the mean if it declares none.
@@ -173,7 +174,8 @@ class RequestReader:
         if declared is not None and declared.prompt and pooling is Pooling.DECLARED:
             message = _prompted(message, declared.prompt)
         source = await self._inputs.source(message, source_languages(self._model.text, message.source_language))
-        return Embed(
+        return Request(
+            task=Task.EMBED,
             arrival=arrival,
             source_ids=source.ids,
             type_ids=source.type_ids,
@@ -181,7 +183,7 @@ class RequestReader:
             normalize=message.normalize,
         )
 
-    async def classify(self, message: pb.ClassifyRequest, context: Context) -> ReadHead:
+    async def classify(self, message: pb.ClassifyRequest, context: Context) -> Request:
         """Read a request for the labels of a text or a pair. Raises AntiphonError."""
         task = _CLASSIFYING.get(message.task)
         if task is None:
@@ -191,25 +193,25 @@ class RequestReader:
             raise InvalidArgument("text_pair", None, "set if task is TASK_NEXT_SENTENCE")
         arrival = self._arrivals.next(message, context)
         source = await self._inputs.source(message)
-        return ReadHead(arrival=arrival, task=task, source_ids=source.ids, type_ids=source.type_ids, picks=(0,))
+        return Request(arrival=arrival, task=task, source_ids=source.ids, type_ids=source.type_ids, picks=(0,))
 
-    async def tag(self, message: pb.TagRequest, context: Context) -> tuple[ReadHead, Source]:
+    async def tag(self, message: pb.TagRequest, context: Context) -> tuple[Request, Source]:
         """Read a request for the label of every token of a text, and its source. Raises AntiphonError."""
         self._engine.check_ability(Task.TAG)
         arrival = self._arrivals.next(message, context)
         source = await self._inputs.text_source(message.text)
         picks = tuple(range(source.first, source.first + len(source.offsets)))
-        request = ReadHead(arrival=arrival, task=Task.TAG, source_ids=source.ids, type_ids=source.type_ids, picks=picks)
+        request = Request(arrival=arrival, task=Task.TAG, source_ids=source.ids, type_ids=source.type_ids, picks=picks)
         return request, source
 
-    async def fill_mask(self, message: pb.FillMaskRequest, context: Context) -> ReadHead:
+    async def fill_mask(self, message: pb.FillMaskRequest, context: Context) -> Request:
         """Read a request for the likeliest tokens of every masked position. Raises AntiphonError."""
         self._engine.check_ability(Task.FILL_MASK)
         if message.top_k > MAX_FILLINGS:
             raise InvalidArgument("top_k", message.top_k, f"0 to {MAX_FILLINGS}")
         arrival = self._arrivals.next(message, context)
         source = await self._inputs.source(message)
-        return ReadHead(
+        return Request(
             arrival=arrival,
             task=Task.FILL_MASK,
             source_ids=source.ids,

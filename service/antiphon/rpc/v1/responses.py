@@ -12,10 +12,17 @@ from dataclasses import dataclass
 
 from google.protobuf.duration_pb2 import Duration
 
-from antiphon.domain.beam_steps import Beam, BeamStep
 from antiphon.domain.errors import EngineFault
-from antiphon.domain.request import EncoderOutputs, FinishReason, Request, Timing, TokenEvent, TokenLogprob
-from antiphon.domain.tasks import Generate
+from antiphon.domain.request import (
+    Beam,
+    BeamStep,
+    EncoderOutputs,
+    FinishReason,
+    Request,
+    Timing,
+    TokenEvent,
+    TokenLogprob,
+)
 from antiphon.engine.constraints.stop_strings import StopFilter, TokenStopMatcher
 from antiphon.text.tokenizer import IncrementalDecoder, Tokenizer
 from antiphon.v1 import inference_pb2 as pb
@@ -66,7 +73,7 @@ class Detokenizer:
 class Answer:
     """Turns one request's events into messages."""
 
-    def __init__(self, request: Generate, detokenizer: Detokenizer) -> None:
+    def __init__(self, request: Request, detokenizer: Detokenizer) -> None:
         self._request = request
         self._detokenizer = detokenizer
         self._texts: dict[int, StopFilter] = {}

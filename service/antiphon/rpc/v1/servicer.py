@@ -6,8 +6,7 @@ Reads a message into a typed request, submits it, and writes its events as messa
 
 from __future__ import annotations
 
-from antiphon.domain.request import EncoderOutputs, Task, TokenEvent, head_of
-from antiphon.domain.tasks import Embed, ReadHead
+from antiphon.domain.request import EncoderOutputs, Request, Task, TokenEvent, head_of
 from antiphon.engine.engine import Engine
 from antiphon.rpc.v1.analysis import AnalysisThread, Explanations, NextTokens, Positions
 from antiphon.rpc.v1.inputs import Inputs, LongTexts
@@ -139,7 +138,7 @@ class InferenceServicer:
         """Describe the model."""
         return pb.GetModelResponse(model=self._model.description)
 
-    async def _read(self, message: EngineMessage, request: Embed | ReadHead) -> tuple[EncoderOutputs, TokenEvent]:
+    async def _read(self, message: EngineMessage, request: Request) -> tuple[EncoderOutputs, TokenEvent]:
         """Run a request for encoder outputs. Return them and the last event."""
         event = last_of(await self._submission.collect(message, request))
         assert event.encoder_outputs is not None

@@ -14,9 +14,8 @@ from typing import Any
 
 import grpc.aio
 
-from antiphon.domain.cancellation import CancelCause
 from antiphon.domain.errors import AntiphonError, InvalidArgument, SlowReader
-from antiphon.domain.request import Request, TokenEvent
+from antiphon.domain.request import CancelCause, Request, TokenEvent
 from antiphon.engine.engine import Engine
 from antiphon.engine.sequences.stream import OutputStream
 from antiphon.observability.call import current_call

@@ -24,7 +24,7 @@ from antiphon.cli.connection_flags import add_call_flags, add_connection_flags, 
 from antiphon.client import Options, ServerError
 from antiphon.domain.errors import InvalidArgument
 from antiphon.domain.limits import ALLOWED
-from antiphon.domain.request import SamplingParams
+from antiphon.domain.sampling_params import SamplingParams
 from antiphon.ops.workspace import WorkspaceError
 from antiphon.rpc.v1.languages import RequestLanguages, named_languages
 from antiphon.runtime.encoder_runner import EncoderRunner

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from antiphon.bundle.manifest import Bundle, Measure
-from antiphon.domain.request import Arrival, EncoderOutputs, Task
-from antiphon.domain.tasks import ReadHead
+from antiphon.domain.request import Arrival, EncoderOutputs, Request, Task
 from antiphon.runtime.encoder_runner import EncoderRunner
 from antiphon.text.template import fill, num_before
 from antiphon.text.tokenizer import open_tokenizer
@@ -125,7 +124,7 @@ class _Reading:
         requests = []
         for index, (ids, picks) in enumerate(asked):
             source_ids, type_ids = fill(self._text, ids)
-            request = ReadHead(
+            request = Request(
                 arrival=Arrival(request_id=str(index), arrival_s=0.0),
                 task=task,
                 picks=picks,

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from antiphon.bundle.manifest import Bundle, Measure
-from antiphon.domain.request import Arrival, Request
-from antiphon.domain.tasks import Score
+from antiphon.domain.request import Arrival, Request, Task
 from antiphon.runtime.runners import AnyRunner
 from antiphon.text.format import TextFormat
 from antiphon.text.template import fill, num_before
@@ -110,7 +109,8 @@ def _read(text: TextFormat, tokenizer: Tokenizer, texts: Sequence[str]) -> list[
 
 
 def _score_request(name: str, ids: Sequence[int]) -> Request:
-    return Score(
+    return Request(
+        task=Task.SCORE,
         arrival=Arrival(request_id=name, arrival_s=0.0),
         source_ids=(),
         begin_id=ids[0],

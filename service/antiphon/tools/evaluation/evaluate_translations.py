@@ -14,8 +14,8 @@ from sacrebleu.metrics.bleu import BLEU
 from sacrebleu.metrics.chrf import CHRF
 from tqdm import tqdm
 
-from antiphon.domain.request import Arrival, SamplingParams
-from antiphon.domain.tasks import Generate
+from antiphon.domain.request import Arrival, Request, Task
+from antiphon.domain.sampling_params import SamplingParams
 from antiphon.rpc.v1.languages import RequestLanguages
 from antiphon.runtime.runners import AnyRunner
 from antiphon.text.format import TextFormat
@@ -89,7 +89,9 @@ async def run_engine(
 ) -> list[list[int]]:
     """Submit all sources (ids as the model reads them) at once; return the target ids of the best outputs, in order."""
     requests = [
-        Generate(
+        Request(
+            task=Task.GENERATE,
+            is_streamed=True,
             arrival=Arrival(request_id=str(index), arrival_s=0.0),
             source_ids=tuple(source),
             begin_id=languages.begin_id,

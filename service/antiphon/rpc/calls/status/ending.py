@@ -9,8 +9,8 @@ from typing import cast
 import grpc
 import grpc.aio
 
-from antiphon.domain.cancellation import CancelCause
 from antiphon.domain.errors import AntiphonError, EngineFault
+from antiphon.domain.request import CancelCause
 from antiphon.observability.call import Call
 from antiphon.observability.logs.formats import where_of
 from antiphon.observability.telemetry import Context

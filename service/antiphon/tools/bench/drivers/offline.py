@@ -12,8 +12,8 @@ import uvloop
 from prometheus_client import CollectorRegistry
 
 from antiphon.domain.limits import EngineLimits
-from antiphon.domain.request import Arrival, FinishReason, SamplingParams, TokenEvent
-from antiphon.domain.tasks import Generate
+from antiphon.domain.request import Arrival, FinishReason, Request, Task, TokenEvent
+from antiphon.domain.sampling_params import SamplingParams
 from antiphon.engine.engine import Engine
 from antiphon.engine.interpreter import interpreter_for_steps
 from antiphon.engine.sequences.stream import OutputStream
@@ -121,7 +121,10 @@ class Offline:
     def _submit(self, name: str, source: Sequence[int], params: SamplingParams, *, client: str = "") -> OutputStream:
         stream, arrival_s = OutputStream(name), self._engine.clock()
         arrival = Arrival(request_id=name, arrival_s=arrival_s, client=client)
-        self._engine.submit(Generate(arrival=arrival, source_ids=tuple(source), params=params), stream)
+        self._engine.submit(
+            Request(task=Task.GENERATE, is_streamed=True, arrival=arrival, source_ids=tuple(source), params=params),
+            stream,
+        )
         return stream
 
     def _ids(self, event: TokenEvent) -> list[int]:

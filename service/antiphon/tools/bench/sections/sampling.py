@@ -12,7 +12,7 @@ import statistics
 from functools import partial
 from typing import Any
 
-from antiphon.domain.request import SamplingParams
+from antiphon.domain.sampling_params import SamplingParams
 from antiphon.tools.bench.drivers.offline import Offline
 from antiphon.tools.bench.report import Case, Finding, compare
 from antiphon.tools.bench.setup import Setup, Subject
