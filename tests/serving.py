@@ -37,7 +37,7 @@ from antiphon.rpc.v1.models import LoadedModel, Models
 from antiphon.rpc.v1.options import NO_DEFAULTS, default_options
 from antiphon.rpc.v1.servicer import InferenceServicer
 from antiphon.rpc.v1.streaming import Pacing
-from antiphon.runtime.next_token import NextTokenScorer
+from antiphon.runtime.explain import NextTokenScorer
 from antiphon.server.access import Access
 from antiphon.server.listener import close_port, open_port
 from antiphon.server.parts import SERVICES, build_server, build_waits, call_limits

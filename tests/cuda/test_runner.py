@@ -18,10 +18,8 @@ from antiphon.bundle.manifest import Bundle
 from antiphon.bundle.session import cuda_session
 from antiphon.ops.cuda.driver import CudaDevice
 from antiphon.ops.sampling import Samples, SamplingArrays
-from antiphon.runtime.cuda.encoder_runner import CudaEncoderRunner
-from antiphon.runtime.cuda.runner import CudaRunner
-from antiphon.runtime.encoder_runner import EncoderRunner
-from antiphon.runtime.native_runner import NativeRunner
+from antiphon.runtime.cuda.runner import CudaEncoderRunner, CudaRunner
+from antiphon.runtime.native import EncoderRunner, NativeRunner
 from antiphon.runtime.runner import Runner
 from antiphon.runtime.warm_up import warm_up
 from tests.batches import SampleSettings, batch_of, sampling_of

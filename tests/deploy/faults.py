@@ -40,7 +40,7 @@ MAX_RESTARTS = 10
 # Runs the following command, with a decoder that is faulty while a file exists.
 _FAULTY = """
 import os, sys, time
-from antiphon.runtime.native_runner import NativeRunner
+from antiphon.runtime.native import NativeRunner
 decode, steps = NativeRunner.decode, []
 def faulty(self, batch):
     steps.append(batch)

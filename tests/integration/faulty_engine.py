@@ -14,7 +14,7 @@ from pathlib import Path
 # Runs the following command, with a decoder that is changed after the warm-up of the model.
 _FAULTY = """
 import sys, threading
-from antiphon.runtime.native_runner import NativeRunner
+from antiphon.runtime.native import NativeRunner
 decode, steps = NativeRunner.decode, []
 {setup}
 def faulty(self, batch):

@@ -11,7 +11,7 @@ import pytest
 
 from antiphon.bundle.manifest import Bundle, load_bundle
 from antiphon.cli.main import main
-from antiphon.runtime.runners import open_runner
+from antiphon.runtime.lanes import open_runner
 from antiphon.server.settings import ServerConfig
 from antiphon.text.tokenizer import Tokenizer
 from antiphon.tools.evaluation.evaluate_translations import run_engine

@@ -20,8 +20,8 @@ from antiphon.bundle.manifest import load_bundle
 from antiphon.checkpoints.checkpoint import Checkpoint, load_checkpoint
 from antiphon.cli.main import main
 from antiphon.export.export import export_bundle
-from antiphon.runtime.encoder_runner import EncoderRunner
-from antiphon.runtime.runners import open_runner
+from antiphon.runtime.lanes import open_runner
+from antiphon.runtime.native import EncoderRunner
 from antiphon.text.template import fill
 from antiphon.tools.evaluation.evaluate_labels import evaluate_labels
 from antiphon.training.trainer import Trainer

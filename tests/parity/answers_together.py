@@ -34,7 +34,7 @@ from antiphon.engine.step.stepper import Stepper
 from antiphon.export.export import export_bundle
 from antiphon.observability.metrics.engine_metrics import Metrics
 from antiphon.observability.metrics.metric_families import MetricFamilies
-from antiphon.runtime.native_runner import NativeRunner
+from antiphon.runtime.native import NativeRunner
 from antiphon.text.tokenizer import Tokenizer, byte_bpe_format
 from antiphon.transformer.layers import CrossAttention
 from antiphon.transformer.random_model import random_transformer

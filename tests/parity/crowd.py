@@ -25,7 +25,7 @@ from antiphon.engine.step.parts import StepParts
 from antiphon.engine.step.stepper import Stepper
 from antiphon.observability.metrics.engine_metrics import Metrics
 from antiphon.observability.metrics.metric_families import MetricFamilies
-from antiphon.runtime.native_runner import NativeRunner
+from antiphon.runtime.native import NativeRunner
 from antiphon.runtime.runner import DecodeBatch, Runner, Samples
 from tests.fakes import FakeClock, limits_for
 

@@ -22,7 +22,7 @@ from antiphon.bundle.native_stepper import NativeStepper
 from antiphon.controls.table import EarlyStopping
 from antiphon.domain.request import Request, TokenEvent
 from antiphon.domain.sampling_params import SamplingParams
-from antiphon.runtime.native_runner import NativeRunner
+from antiphon.runtime.native import NativeRunner
 from antiphon.text.tokenizer import Tokenizer
 from tests.fakes import request_of
 from tests.parity.answers_together import (

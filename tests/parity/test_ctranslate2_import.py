@@ -44,7 +44,7 @@ from antiphon.export.weights.quantize import quantize_rows
 from antiphon.importer.importer import ImportOptions, _inspect, _Source, import_checkpoint, load_model
 from antiphon.observability.metrics.engine_metrics import Metrics
 from antiphon.observability.metrics.metric_families import MetricFamilies
-from antiphon.runtime.runners import open_runner
+from antiphon.runtime.lanes import open_runner
 from antiphon.text.tokenizer import Tokenizer, TokenizerError, open_tokenizer
 from antiphon.tools.bench.ctranslate2.conversion import (
     ctranslate2_specification,

@@ -25,7 +25,7 @@ from antiphon.export.export import ExportError, export_bundle
 from antiphon.export.verification.verify import verify
 from antiphon.importer.importer import ImportOptions, import_checkpoint
 from antiphon.ops.cache_geometry import BLOCK_SIZE, blocks_for
-from antiphon.runtime.native_runner import NativeRunner
+from antiphon.runtime.native import NativeRunner
 from antiphon.transformer.random_model import random_transformer
 from antiphon.v1 import inference_pb2 as pb
 from tests.bundle_serving import serving_bundle

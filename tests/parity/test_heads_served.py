@@ -20,7 +20,7 @@ import transformers
 from antiphon.bundle.manifest import load_bundle
 from antiphon.client import AsyncClient, ServerError
 from antiphon.importer.importer import ImportOptions, import_checkpoint
-from antiphon.runtime.encoder_runner import EncoderRunner
+from antiphon.runtime.native import EncoderRunner
 from antiphon.v1 import inference_pb2 as pb
 from tests.bundle_serving import serving_bundle
 from tests.integration.process import antiphon

@@ -26,7 +26,7 @@ from antiphon.domain.errors import InvalidArgument
 from antiphon.domain.request import FinishReason, Pooling, Request, Task, TokenEvent
 from antiphon.domain.sampling_params import SamplingParams
 from antiphon.export.export import export_bundle
-from antiphon.runtime.native_runner import NativeRunner
+from antiphon.runtime.native import NativeRunner
 from tests.fakes import changed, request_of, scored
 from tests.parity.crowd import Crowd
 

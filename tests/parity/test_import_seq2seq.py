@@ -20,7 +20,7 @@ from antiphon.bundle.session import native_session
 from antiphon.cli import main as cli
 from antiphon.domain.sampling_params import SamplingParams
 from antiphon.rpc.v1.options import own_defaults
-from antiphon.runtime.native_runner import NativeRunner
+from antiphon.runtime.native import NativeRunner
 from tests.fakes import request_of
 from tests.parity.answers_together import answer
 from tests.parity.exports import native_stepper

@@ -25,7 +25,7 @@ from antiphon.domain.request import Request
 from antiphon.domain.sampling_params import SamplingParams
 from antiphon.importer.importer import ImportOptions, import_checkpoint, open_original
 from antiphon.rpc.v1.options import own_defaults
-from antiphon.runtime.native_runner import NativeRunner
+from antiphon.runtime.native import NativeRunner
 from antiphon.text.tokenizer import encode_sources
 from tests.fakes import changed, request_of
 from tests.parity.answers_together import answer

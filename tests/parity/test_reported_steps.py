@@ -15,7 +15,7 @@ import pytest
 from antiphon.controls.table import EarlyStopping
 from antiphon.domain.request import Request
 from antiphon.domain.sampling_params import SamplingParams
-from antiphon.runtime.native_runner import NativeRunner
+from antiphon.runtime.native import NativeRunner
 from antiphon.transformer.transformer import Transformer
 from tests.fakes import request_of, scored
 from tests.parity.answers_together import answer, eager_logits, export_model, lively, one_torch_thread

@@ -15,7 +15,7 @@ from antiphon.engine.cache.block_pool import BlockPool
 from antiphon.export.verification.verify import TOLERANCES, compare
 from antiphon.ops.cache_geometry import blocks_for
 from antiphon.ops.sampling import Samples
-from antiphon.runtime.native_runner import NativeRunner
+from antiphon.runtime.native import NativeRunner
 from tests.batches import SampleSettings, Tables, batch_of, sampling_of
 
 # float32 sums in another order, through two layers of width 64 and their norms.

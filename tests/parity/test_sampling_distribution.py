@@ -19,7 +19,7 @@ from antiphon.architecture.config import ModelConfig
 from antiphon.domain.request import Request, TokenEvent
 from antiphon.domain.sampling_params import SamplingParams
 from antiphon.ops.sampling import FLOAT_PARAMS
-from antiphon.runtime.native_runner import NativeRunner
+from antiphon.runtime.native import NativeRunner
 from antiphon.transformer.random_model import random_transformer
 from tests.fakes import request_of
 from tests.parity.answers_together import answer, eager_logits, export_model, one_torch_thread, processor_options

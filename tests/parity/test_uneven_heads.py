@@ -20,7 +20,7 @@ from antiphon.export.graphs.contrib_lowering import LoweringError
 from antiphon.export.verification.verify import TOLERANCES, compare
 from antiphon.ops.cache_geometry import pool_axes
 from antiphon.runtime.explain import Explainer
-from antiphon.runtime.native_runner import NativeRunner
+from antiphon.runtime.native import NativeRunner
 from antiphon.tools.bench.ctranslate2.conversion import ctranslate2_specification
 from antiphon.transformer.greedy import greedy
 from antiphon.transformer.transformer import Transformer

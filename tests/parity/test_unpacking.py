@@ -28,7 +28,7 @@ from antiphon.export.weights.quantize import quantize_rows
 from antiphon.export.weights.quantize_groups import quantize_groups
 from antiphon.export.weights.unpacking import unpack_checkpoint
 from antiphon.load.workload.texts import EVERYDAY
-from antiphon.runtime.runners import open_runner
+from antiphon.runtime.lanes import open_runner
 from antiphon.server.settings import SHIPPED_BUNDLE
 from antiphon.text.tokenizer import encode_sources
 from antiphon.tools.bench.ctranslate2.conversion import (

@@ -1,6 +1,6 @@
 """Positions that no training changes, in NumPy: sinusoids, rates of rotary positions, and slopes of ALiBi.
 
-The model in PyTorch (antiphon.transformer.positions) and the server (antiphon.runtime.positions) use the same numbers.
+The model in PyTorch (antiphon.transformer.positions) and the server (antiphon.runtime.explain) use the same numbers.
 Imports no torch.
 """
 

@@ -1,8 +1,8 @@
-"""Runners of the lanes of one model: they share cache blocks and mapped weights, and each has threads of its own.
+"""Opens the runners that serve a bundle: one for each lane, by the architecture of the model and by the device.
 
-The number of lanes is a setting, or the one that decodes the most tokens in a short measurement on the model's own
-graphs. With one thread each, lanes need no fork and join between operators; with several, a large model reads its
-weights less often.
+The lanes of a model share cache blocks and mapped weights, and each has threads of its own. The number of lanes is a
+setting, or the one that decodes the most tokens in a short measurement on the model's own graphs. With one thread each,
+lanes need no fork and join between operators; with several, a large model reads its weights less often.
 """
 
 from __future__ import annotations
@@ -15,12 +15,15 @@ from collections.abc import Sequence
 import numpy as np
 
 from antiphon.bundle.manifest import Bundle, Precision
+from antiphon.ops.cuda.driver import CudaDevice
 from antiphon.ops.sampling import greedy_sampling
+from antiphon.runtime.cuda.runner import CudaEncoderRunner, CudaRunner
+from antiphon.runtime.native import EncoderRunner, NativeRunner
 from antiphon.runtime.runner import DecodeBatch, Runner
-from antiphon.runtime.runners import AnyRunner, open_runner
 from antiphon.runtime.warm_up import warm_up
 
-log = logging.getLogger(__name__)
+AnyRunner = NativeRunner | EncoderRunner | CudaRunner | CudaEncoderRunner
+
 
 # Steps of one measurement, and measurements of which the best counts.
 _NUM_STEPS = 12
@@ -29,6 +32,75 @@ _NUM_TRIES = 3
 _LEAST_GAIN = 1.05
 # More lanes than this would take turns at the interpreter, and each one costs memory.
 _MOST_LANES = 8
+
+
+def open_runner(
+    bundle: Bundle,
+    *,
+    max_rows: int,
+    threads: int,
+    precision: Precision | None = None,
+    num_blocks: int | None = None,
+    workspace_limit_bytes: int | None = None,
+    first: AnyRunner | None = None,
+) -> AnyRunner:
+    """Load the native graphs of a precision; None takes the precision that `Bundle.graph_set` prefers.
+
+    max_rows: sequences that run together. threads: cores that one run may use. num_blocks: cache blocks; None is enough
+    for max_rows of the longest sequences; encoder-only models have none. workspace_limit_bytes: maximum memory of ONNX
+    Runtime besides weights. first: runner of the first lane of the same bundle, whose cache blocks this one shares.
+    Raises GraphError, BundleError (no native graphs of this precision) or WorkspaceError.
+    """
+    if bundle.manifest.model.architecture == "encoder":
+        return EncoderRunner(
+            bundle,
+            max_rows=max_rows,
+            threads=threads,
+            precision=precision,
+            workspace_limit_bytes=workspace_limit_bytes,
+        )
+    return NativeRunner(
+        bundle,
+        max_rows=max_rows,
+        threads=threads,
+        precision=precision,
+        num_blocks=num_blocks,
+        workspace_limit_bytes=workspace_limit_bytes,
+        cache=first.cache if isinstance(first, NativeRunner) else None,
+    )
+
+
+def open_cuda_runner(
+    bundle: Bundle,
+    device: CudaDevice,
+    *,
+    max_rows: int,
+    precision: Precision | None = None,
+    num_blocks: int | None = None,
+    memory_limit_bytes: int | None = None,
+) -> AnyRunner:
+    """Load the cuda graphs of a precision on a device; None takes the precision that `Bundle.graph_set` prefers.
+
+    num_blocks: None is enough for max_rows of the longest sequences, as far as the device has memory.
+    memory_limit_bytes: maximum memory of ONNX Runtime for each graph, weights and workspace together. Other arguments
+    as for `open_runner`.
+    Raises GraphError, BundleError (no cuda graphs of this precision) or CudaError.
+    """
+    if bundle.manifest.model.architecture == "encoder":
+        return CudaEncoderRunner(
+            bundle, device, max_rows=max_rows, precision=precision, memory_limit_bytes=memory_limit_bytes
+        )
+    return CudaRunner(
+        bundle,
+        device,
+        max_rows=max_rows,
+        precision=precision,
+        num_blocks=num_blocks,
+        memory_limit_bytes=memory_limit_bytes,
+    )
+
+
+log = logging.getLogger(__name__)
 
 
 def open_lanes(

@@ -23,9 +23,9 @@ from antiphon.bundle.manifest import (
 from antiphon.engine.cache.block_pool import BlockPool
 from antiphon.ops.cache_geometry import blocks_for
 from antiphon.ops.sampling import NONE_ALLOWED, Samples, SamplingArrays, sample
-from antiphon.runtime.native_runner import NativeRunner
+from antiphon.runtime.lanes import open_runner
+from antiphon.runtime.native import NativeRunner
 from antiphon.runtime.runner import DecodeBatch
-from antiphon.runtime.runners import open_runner
 from antiphon.runtime.warm_up import warm_up
 from tests.batches import SampleSettings, batch_of, sampling_of
 from tests.unit.graphs.tiny_graphs import TinyModel, tiny_config, tiny_model, write_bundle

@@ -11,7 +11,7 @@ from antiphon.bundle.manifest import Bundle, Lowering, load_bundle
 from antiphon.bundle.memory_fit import Measurement, fit_memory
 from antiphon.export import profile
 from antiphon.ops.workspace import Workspace
-from antiphon.runtime.native_runner import NativeRunner
+from antiphon.runtime.native import NativeRunner
 from tests.unit.graphs.tiny_graphs import tiny_config, tiny_model, write_bundle
 from tests.unit.graphs.tiny_native import tiny_native_config, write_native_bundle
 

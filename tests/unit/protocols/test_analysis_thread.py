@@ -11,7 +11,7 @@ import pytest
 
 from antiphon.domain.errors import Unavailable
 from antiphon.engine.engine import Engine
-from antiphon.runtime.next_token import NextScores, NextTokenScorer
+from antiphon.runtime.explain import NextScores, NextTokenScorer
 from antiphon.v1 import inference_pb2 as pb
 from tests.explainers import FakeExplainer, HeldExplainer
 from tests.fakes import FakeRunner

@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from antiphon.architecture.heads import HeadConfig
-from antiphon.runtime.next_token import NextScores, NextTokenScorer
+from antiphon.runtime.explain import NextScores, NextTokenScorer
 from antiphon.v1 import inference_pb2 as pb
 from tests.fakes import EOS_ID, FakeRunner
 from tests.serving import (

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from antiphon.runtime.cuda.batch_check import Bounds, check_batch
+from antiphon.runtime.cuda.decoder import Bounds, check_batch
 from antiphon.runtime.runner import DecodeBatch
 from tests.batches import SampleSettings, batch_of, sampling_of
 

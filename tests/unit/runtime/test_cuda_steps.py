@@ -8,10 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from antiphon.runtime.cuda.buckets import candidate_bucket, power_of_two, row_bucket
-from antiphon.runtime.cuda.encoder_runner import as_elements
-from antiphon.runtime.cuda.step_buffers import edit_rounds
-from antiphon.runtime.cuda.step_layout import EDITS, StepSizes, input_layout, result_layout
+from antiphon.runtime.cuda.decoder import candidate_bucket, power_of_two, row_bucket
+from antiphon.runtime.cuda.runner import as_elements
+from antiphon.runtime.cuda.step_buffers import EDITS, StepSizes, edit_rounds, input_layout, result_layout
 from tests.batches import SampleSettings, sampling_of
 
 SIZES = StepSizes(tokens=7, rows=3, samples=5, edits=9, candidates=2, self_width=4, cross_width=6)

@@ -7,7 +7,7 @@ import pytest
 from numpy.typing import NDArray
 
 from antiphon.bundle.graph import GraphError
-from antiphon.runtime.next_token import Edits, NextTokenScorer
+from antiphon.runtime.explain import Edits, NextTokenScorer
 from tests.fakes import BOS_ID, FakeRunner, source_of
 
 SOURCE = source_of(target_len=9, length=20)

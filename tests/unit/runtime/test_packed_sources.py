@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from antiphon.runtime import packed_sources
+from antiphon.runtime import encoder as packed_sources
 
 LIMIT = 100
 

@@ -9,11 +9,7 @@ import torch
 from antiphon.architecture.config import ModelConfig, Part, preset
 from antiphon.bundle.position_tables import Floats
 from antiphon.domain.errors import Unsupported
-from antiphon.runtime.positions import (
-    PositionEncoding,
-    longest_described,
-    position_encodings,
-)
+from antiphon.runtime.explain import PositionEncoding, longest_described, position_encodings
 from antiphon.transformer.positions import AbsolutePositions, RelativeBias, rotary_tables
 
 NUM_POSITIONS = 40

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from antiphon.runtime.reserve import free, reserve
+from antiphon.runtime.native import free, reserve
 from antiphon.server.models.machine import ResidentMemory
 
 NUM_BYTES = 256 << 20

@@ -20,8 +20,8 @@ from antiphon.engine.sequences.stream import OutputStream
 from antiphon.observability.metrics.metric_families import MetricFamilies
 from antiphon.ops.cache_geometry import blocks_for
 from antiphon.rpc.v1.streaming import Pacing
-from antiphon.runtime.native_encoder import RUN_TOKENS
-from antiphon.runtime.native_runner import NativeRunner
+from antiphon.runtime.encoder import RUN_TOKENS
+from antiphon.runtime.native import NativeRunner
 from antiphon.server.models.loading import Shared, StartupError, load
 from antiphon.server.models.memory import (
     DEFAULT_WORKSPACE_BYTES,

@@ -12,7 +12,7 @@ from antiphon.engine.sequences.sequence import SequenceGroup, SequenceState, seq
 from antiphon.engine.step.drops import Drops
 from antiphon.engine.step.endings import Endings
 from antiphon.engine.step.parts import RunningState, StepParts
-from antiphon.runtime.readout import read_out
+from antiphon.runtime.encoder_outputs import read_out
 from antiphon.runtime.runner import EncodeReport
 
 log = logging.getLogger(__name__)

@@ -28,8 +28,14 @@ from antiphon.rpc.v1.options import prefix_field
 from antiphon.rpc.v1.requests import Arrivals, Context, RequestReader, start_of
 from antiphon.rpc.v1.responses import last_of
 from antiphon.rpc.v1.streaming import Submission
-from antiphon.runtime.next_token import Edits, NextTokenScorer
-from antiphon.runtime.positions import PositionEncoding, PositionKind, longest_described, position_encodings
+from antiphon.runtime.explain import (
+    Edits,
+    NextTokenScorer,
+    PositionEncoding,
+    PositionKind,
+    longest_described,
+    position_encodings,
+)
 from antiphon.v1 import inference_pb2 as pb
 
 DEFAULT_NUM_TOKENS = 20

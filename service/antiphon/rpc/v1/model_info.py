@@ -13,8 +13,8 @@ from antiphon.architecture.config import Architecture, ModelConfig
 from antiphon.architecture.heads import Task
 from antiphon.bundle.manifest import Bundle, GenerationDefaults
 from antiphon.rpc.v1.options import NO_DEFAULTS, default_options
-from antiphon.runtime.next_token import NextTokenScorer
-from antiphon.runtime.runners import AnyRunner
+from antiphon.runtime.explain import NextTokenScorer
+from antiphon.runtime.lanes import AnyRunner
 from antiphon.text.format import TextFormat
 from antiphon.text.tokenizer import Tokenizer
 from antiphon.v1 import inference_pb2 as pb

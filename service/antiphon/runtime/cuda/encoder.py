@@ -22,8 +22,8 @@ from antiphon.ops.cuda.driver import CudaDevice, DeviceMemory
 from antiphon.ops.cuda.nodes import TILE
 from antiphon.runtime.cuda.cuda_graph import CudaGraph, bytes_of, element_of
 from antiphon.runtime.cuda.decoder import Pool
-from antiphon.runtime.cuda.step_layout import Layout
-from antiphon.runtime.packed_sources import (
+from antiphon.runtime.cuda.step_buffers import Layout
+from antiphon.runtime.encoder import (
     check_table_lens,
     checked_lengths,
     offsets_of,

@@ -24,10 +24,15 @@ from antiphon.rpc.v1.model_info import ModelInfo, describe
 from antiphon.rpc.v1.models import LoadedModel
 from antiphon.rpc.v1.servicer import InferenceServicer
 from antiphon.rpc.v1.streaming import Pacing
-from antiphon.runtime.explain import Explainer
-from antiphon.runtime.lanes import fastest_num_lanes, open_lanes, possible_lanes
-from antiphon.runtime.next_token import NextTokenScorer
-from antiphon.runtime.runners import AnyRunner, open_cuda_runner, open_runner
+from antiphon.runtime.explain import Explainer, NextTokenScorer
+from antiphon.runtime.lanes import (
+    AnyRunner,
+    fastest_num_lanes,
+    open_cuda_runner,
+    open_lanes,
+    open_runner,
+    possible_lanes,
+)
 from antiphon.runtime.warm_up import NotFinite, warm_up
 from antiphon.server.models.machine import check_memory
 from antiphon.server.models.memory import (

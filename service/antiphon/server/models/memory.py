@@ -21,7 +21,7 @@ from antiphon.domain.errors import OverBudget
 from antiphon.domain.limits import EncodeBudget, EngineLimits
 from antiphon.ops.cache_geometry import BLOCK_SIZE, blocks_of_longest, cuda_pool_axes, pool_axes
 from antiphon.runtime.cuda.cuda_graph import bytes_of
-from antiphon.runtime.native_encoder import RUN_TOKENS
+from antiphon.runtime.encoder import RUN_TOKENS
 
 # For a model without a limit and without a measured profile: four times the need of a base model for 1,024 tokens.
 DEFAULT_WORKSPACE_BYTES = 256 << 20

@@ -19,8 +19,7 @@ from typing import Literal
 
 import antiphon.bundle
 from antiphon.bundle.manifest import MANIFEST_NAME, Bundle, BundleError, load_bundle
-from antiphon.runtime.lanes import fastest_num_lanes, open_lanes, possible_lanes
-from antiphon.runtime.runners import AnyRunner, open_runner
+from antiphon.runtime.lanes import AnyRunner, fastest_num_lanes, open_lanes, open_runner, possible_lanes
 from antiphon.runtime.warm_up import warm_up
 from antiphon.text.tokenizer import Tokenizer, open_tokenizer
 from antiphon.tools.bench.ctranslate2.convertible import obstacle

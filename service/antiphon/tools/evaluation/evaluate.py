@@ -27,8 +27,8 @@ from antiphon.domain.limits import ALLOWED
 from antiphon.domain.sampling_params import SamplingParams
 from antiphon.ops.workspace import WorkspaceError
 from antiphon.rpc.v1.languages import RequestLanguages, named_languages
-from antiphon.runtime.encoder_runner import EncoderRunner
-from antiphon.runtime.runners import open_runner
+from antiphon.runtime.lanes import open_runner
+from antiphon.runtime.native import EncoderRunner
 from antiphon.text.format import TextFormat
 from antiphon.text.tokenizer import TokenizerError, open_tokenizer
 from antiphon.tools.evaluation.errors import EvaluationError

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from antiphon.bundle.manifest import Bundle, Measure
 from antiphon.domain.request import Arrival, EncoderOutputs, Request, Task
-from antiphon.runtime.encoder_runner import EncoderRunner
+from antiphon.runtime.native import EncoderRunner
 from antiphon.text.template import fill, num_before
 from antiphon.text.tokenizer import open_tokenizer
 from antiphon.tools.evaluation.offline import answer_all

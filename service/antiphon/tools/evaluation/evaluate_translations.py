@@ -17,7 +17,7 @@ from tqdm import tqdm
 from antiphon.domain.request import Arrival, Request, Task
 from antiphon.domain.sampling_params import SamplingParams
 from antiphon.rpc.v1.languages import RequestLanguages
-from antiphon.runtime.runners import AnyRunner
+from antiphon.runtime.lanes import AnyRunner
 from antiphon.text.format import TextFormat
 from antiphon.text.template import LanguageIds
 from antiphon.text.tokenizer import Tokenizer, encode_sources

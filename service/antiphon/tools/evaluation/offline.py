@@ -15,7 +15,7 @@ from antiphon.engine.engine import Engine
 from antiphon.engine.sequences.stream import OutputStream
 from antiphon.observability.metrics.engine_metrics import Metrics
 from antiphon.observability.metrics.metric_families import MetricFamilies
-from antiphon.runtime.runners import AnyRunner
+from antiphon.runtime.lanes import AnyRunner
 
 
 async def answer_all(runner: AnyRunner, requests: Sequence[Request], *, unit: str) -> list[TokenEvent]:

@@ -16,7 +16,7 @@ import numpy as np
 from antiphon.bundle.manifest import Bundle, Lowering
 from antiphon.ops.cuda.driver import CudaDevice
 from antiphon.runtime.cuda.runner import CudaRunner
-from antiphon.runtime.native_runner import NativeRunner
+from antiphon.runtime.native import NativeRunner
 from antiphon.tools.bench.gpu.beside import generate_with_transformers, serve_streams
 from antiphon.tools.bench.gpu.decoding import Load, bytes_of_step, decode
 from antiphon.tools.bench.gpu.models import kept_bundle, random_bundle, shape_of, step_weight_bytes

@@ -34,7 +34,7 @@ def resident_mb(field: str) -> float:
 
 def _antiphon(folder: Path, sources: list[Ids], max_new_tokens: int, settings: list[str]) -> float:
     from antiphon.bundle.manifest import load_bundle
-    from antiphon.runtime.runners import open_runner
+    from antiphon.runtime.lanes import open_runner
     from antiphon.runtime.warm_up import warm_up
     from antiphon.tools.bench.drivers.offline import Offline
 

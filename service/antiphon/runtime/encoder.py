@@ -1,6 +1,7 @@
 """Forward passes of the native encoder graph: sources packed without padding, in parts that fit the cores' caches.
 
-Makes the graph's inputs from sources, and measures each pass. Does not know requests and the owners of blocks.
+Makes the graph's inputs from sources, and measures each pass. The arithmetic of packed sources serves encoders on any
+device.
 
 Axes: B sources, N their tokens together, M model width.
 """
@@ -19,15 +20,6 @@ from antiphon.bundle.graph import Graph
 from antiphon.bundle.manifest import MemoryFit
 from antiphon.ops.cache_geometry import BLOCK_SIZE, blocks_for
 from antiphon.ops.workspace import Workspace
-from antiphon.runtime.packed_sources import (
-    check_table_lens,
-    checked_lengths,
-    offsets_of,
-    parts_of,
-    positions_of,
-    tables_of,
-    types_of,
-)
 from antiphon.runtime.runner import EncodeReport
 
 # Activations of more tokens do not fit the cores' caches: 25 us per token at 512, 35 at 2,048 (base model, 2 cores).
@@ -108,3 +100,62 @@ class NativeEncoder:
         before = self._workspace.reset_peak().in_use_bytes
         self._graph.run_bound(self._graph.bind(inputs, outputs))
         return self._workspace.stats().peak_bytes - before
+
+
+def checked_lengths(sources: Sequence[Sequence[int]], longest: int) -> NDArray[np.int64]:
+    """Return the lengths [B]. Raises ValueError unless each is 1 to `longest`."""
+    lengths = np.array([len(source) for source in sources], np.int64)
+    if not len(lengths) or lengths.min() < 1 or lengths.max() > longest:
+        raise ValueError(f"source lengths are {lengths.tolist()}; each must be 1 to {longest}")
+    return lengths
+
+
+def check_table_lens(block_tables: Sequence[Sequence[int]], lengths: NDArray[np.int64]) -> None:
+    """Raise ValueError unless each source has as many blocks as its tokens fill."""
+    table_lens = [len(table) for table in block_tables]
+    if table_lens != (-(-lengths // BLOCK_SIZE)).tolist():
+        raise ValueError(f"sources of {lengths.tolist()} tokens cannot fill tables of {table_lens} blocks")
+
+
+def offsets_of(lengths: NDArray[np.int64]) -> NDArray[np.int32]:
+    """Return [B + 1]: source b holds the tokens offsets[b] to offsets[b + 1] - 1."""
+    offsets = np.zeros(len(lengths) + 1, np.int32)
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets
+
+
+def positions_of(lengths: NDArray[np.int64]) -> NDArray[np.int32]:
+    """Return [N]: the position of each token in its source."""
+    offsets = offsets_of(lengths)
+    positions: NDArray[np.int32] = np.arange(offsets[-1], dtype=np.int32) - np.repeat(offsets[:-1], lengths)
+    return positions
+
+
+def tables_of(block_tables: Sequence[Sequence[int]], width: int) -> NDArray[np.int32]:
+    """Return the blocks of each source as [B, width]; entries beyond a source's blocks are 0."""
+    tables = np.zeros((len(block_tables), width), np.int32)
+    for row, blocks in enumerate(block_tables):
+        tables[row, : len(blocks)] = blocks
+    return tables
+
+
+def types_of(type_ids: Sequence[Sequence[int]], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the token types [N]; 0 for sources without types."""
+    types = np.zeros(int(lengths.sum()), np.int64)
+    first = 0
+    for length, given in zip(lengths.tolist(), type_ids, strict=False):
+        if given:
+            types[first : first + length] = given
+        first += length
+    return types
+
+
+def parts_of(lengths: Sequence[int], max_tokens: int) -> list[slice]:
+    """Return the neighbouring sources of each forward pass: at most max_tokens tokens together, or one source."""
+    parts, first, num_tokens = [], 0, 0
+    for index, length in enumerate(lengths):
+        if num_tokens and num_tokens + length > max_tokens:
+            parts.append(slice(first, index))
+            first, num_tokens = index, 0
+        num_tokens += length
+    return [*parts, slice(first, len(lengths))]
