@@ -17,14 +17,14 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from antiphon.architecture.heads import EmbeddingConfig, HeadConfig
+from antiphon.architecture.heads import HeadConfig
 from antiphon.architecture.heads import Task as HeadTask
 from antiphon.domain.limits import EngineLimits
 from antiphon.domain.request import Arrival, FinishReason, Request, Task, TokenEvent
 from antiphon.domain.sampling_params import SamplingParams
 from antiphon.ops.cache_geometry import blocks_for, blocks_of_longest
 from antiphon.ops.sampling import SamplingArrays, sample
-from antiphon.runtime.runner import DecodeBatch, EncodeReport, Runner, Samples
+from antiphon.runtime.runner import DecodeBatch, EncodeReport, ModelFacts, Runner, Samples
 
 _R = TypeVar("_R", bound=Request)
 
@@ -39,7 +39,7 @@ Table = Sequence[int] | NDArray[np.int32]
 
 def limits_for(runner: Runner, **changes: Any) -> EngineLimits:
     """Return limits of an engine that uses all rows of a runner and has no limit of the expected wait."""
-    return dataclasses.replace(EngineLimits(max_num_seqs=runner.max_rows, max_queue_time_s=None), **changes)
+    return dataclasses.replace(EngineLimits(max_num_seqs=runner.facts.max_rows, max_queue_time_s=None), **changes)
 
 
 class FakeClock:
@@ -67,10 +67,6 @@ class FakeRunner:
     encoded, decoded_rows, decoded_tokens: arguments of each call, oldest first.
     """
 
-    bos_id = BOS_ID
-    eos_id = EOS_ID
-    cache_bytes_per_token = 64
-
     def __init__(
         self,
         *,
@@ -85,17 +81,22 @@ class FakeRunner:
         has_decoder: bool = True,
         heads: Mapping[HeadTask, HeadConfig] | None = None,
     ) -> None:
-        self.max_rows = max_rows
-        self.vocab_size = self.source_vocab_size = vocab_size
-        self.max_source_len = max_source_len
-        self.max_target_len = max_target_len
-        self.block_size = block_size
         longest = blocks_of_longest(max_source_len if has_encoder else 0, max_target_len, block_size)
-        self.num_blocks = (num_blocks or max_rows * longest) if has_decoder else 0
-        self.has_encoder = has_encoder
-        self.has_decoder = has_decoder
-        self.heads: Mapping[HeadTask, HeadConfig] = heads or {}
-        self.embedding: EmbeddingConfig | None = None
+        self.facts = ModelFacts(
+            max_rows=max_rows,
+            vocab_size=vocab_size,
+            source_vocab_size=vocab_size,
+            max_source_len=max_source_len,
+            max_target_len=max_target_len,
+            has_encoder=has_encoder,
+            has_decoder=has_decoder,
+            bos_id=BOS_ID,
+            eos_id=EOS_ID,
+            block_size=block_size,
+            num_blocks=(num_blocks or max_rows * longest) if has_decoder else 0,
+            cache_bytes_per_token=64,
+            heads=heads or {},
+        )
         self.reads_history = reads_history
         self.begin_id = BOS_ID
         self.before_encode: Callable[[Sequence[Sequence[int]]], None] = lambda sources: None
@@ -105,7 +106,7 @@ class FakeRunner:
         self.decoded_rows: list[int] = []
         self.decoded_tokens: list[int] = []
         self.num_cache_frees = 0
-        self._cells = _Cells(self.num_blocks, block_size)
+        self._cells = _Cells(self.facts.num_blocks, block_size)
 
     def sibling(self) -> FakeRunner:
         """Return a runner of another lane: the same model over the same cache blocks, with records of its own."""
@@ -121,15 +122,17 @@ class FakeRunner:
         type_ids: Sequence[Sequence[int]] = (),
         keep_memory: bool = False,
     ) -> EncodeReport:
-        _require(self.has_encoder, "it encodes nothing")
+        _require(self.facts.has_encoder, "it encodes nothing")
         self.before_encode(sources)
         for source, types in zip(sources, type_ids, strict=False):
             _require(len(types) in (0, len(source)), f"{len(types)} token types for {len(source)} tokens")
         for index, (source, table) in enumerate(zip(sources, block_tables, strict=True)):
-            if not self.has_decoder:
+            if not self.facts.has_decoder:
                 _require(not table, f"source {index} has blocks for nothing")
                 continue
-            _require(len(table) == blocks_for(len(source), self.block_size), f"source {index} has {len(table)} blocks")
+            _require(
+                len(table) == blocks_for(len(source), self.facts.block_size), f"source {index} has {len(table)} blocks"
+            )
             mark = _mark(0, len(source))
             for position, token_id in enumerate(source):
                 mark = self._cells.write(table, position, token_id, mark)
@@ -137,29 +140,29 @@ class FakeRunner:
         return self._report(sources, keep_memory=keep_memory)
 
     def run_head(self, task: HeadTask, states: NDArray[np.float32]) -> NDArray[np.float32]:
-        _require(task in self.heads, f"there is no {task} head")
+        _require(task in self.facts.heads, f"there is no {task} head")
         _require(states.ndim == 2 and len(states) > 0, f"states of shape {states.shape}")
         return self.head_outputs(task, states)
 
     def head_outputs(self, task: HeadTask, states: NDArray[np.float32]) -> NDArray[np.float32]:
         """Return outputs [K, O] of a head for states [K, MEMORY_WIDTH]; the head's labels, or the task, determine O."""
-        widths = {"fill_mask": self.vocab_size, "pool": MEMORY_WIDTH}
-        width = widths.get(task) or len(self.heads[task].labels)
+        widths = {"fill_mask": self.facts.vocab_size, "pool": MEMORY_WIDTH}
+        width = widths.get(task) or len(self.facts.heads[task].labels)
         weights = np.sin(np.arange(MEMORY_WIDTH * width, dtype=np.float32)).reshape(MEMORY_WIDTH, width)
         return np.stack([row @ weights for row in states])
 
     def decode(self, batch: DecodeBatch) -> Samples:
-        _require(self.has_decoder, "it decodes nothing")
+        _require(self.facts.has_decoder, "it decodes nothing")
         num_rows = batch.num_rows
         self.before_decode(num_rows)
-        _require(num_rows == len(batch.offsets) - 1 <= self.max_rows, "arrays of unequal length")
+        _require(num_rows == len(batch.offsets) - 1 <= self.facts.max_rows, "arrays of unequal length")
         _require(batch.offsets[0] == 0 and batch.offsets[-1] == batch.num_tokens, "offsets that miss tokens")
         _check_sampling(batch)
         self._check_sharing(batch)
         self.decoded_rows.append(num_rows)
         self.decoded_tokens.append(batch.num_tokens)
         picks = batch.sampling.picks
-        logits = np.empty((len(picks), self.vocab_size), np.float32)
+        logits = np.empty((len(picks), self.facts.vocab_size), np.float32)
         for row in range(num_rows):
             source, history, mark = self._past(batch, row)
             for index in range(batch.offsets[row], batch.offsets[row + 1]):
@@ -187,8 +190,8 @@ class FakeRunner:
 
     def _feed(self, batch: DecodeBatch, row: int, index: int, history: list[int], mark: int) -> int:
         token_id, position = int(batch.token_ids[index]), int(batch.positions[index])
-        _require(position == len(history) < self.max_target_len, f"row {row} caches {len(history)} tokens")
-        is_begun = (token_id == self.begin_id) == (position == 0) or not self.has_encoder
+        _require(position == len(history) < self.facts.max_target_len, f"row {row} caches {len(history)} tokens")
+        is_begun = (token_id == self.begin_id) == (position == 0) or not self.facts.has_encoder
         _require(is_begun, f"row {row} is fed {token_id} after {position} tokens")
         history.append(token_id)
         return self._cells.write(batch.self_tables[row], position, token_id, mark)
@@ -198,9 +201,9 @@ class FakeRunner:
         uses: Counter[int] = Counter()
         written: list[int] = []
         for row in range(batch.num_rows):
-            first = int(batch.positions[batch.offsets[row]]) // self.block_size
-            end = blocks_for(int(batch.positions[batch.offsets[row + 1] - 1]) + 1, self.block_size)
-            num_cross = blocks_for(int(batch.source_lens[row]), self.block_size)
+            first = int(batch.positions[batch.offsets[row]]) // self.facts.block_size
+            end = blocks_for(int(batch.positions[batch.offsets[row + 1] - 1]) + 1, self.facts.block_size)
+            num_cross = blocks_for(int(batch.source_lens[row]), self.facts.block_size)
             written += batch.self_tables[row, first:end].tolist()
             uses.update(batch.self_tables[row, :end].tolist() + batch.cross_tables[row, :num_cross].tolist())
         shared = [block for block in written if uses[block] > 1]
@@ -231,7 +234,7 @@ class FakeRunner:
         self, source: Sequence[int], max_new_tokens: int | None = None, *, prefix_len: int = 0
     ) -> tuple[list[int], FinishReason]:
         """Return the greedy output for a source after a prefix, computed alone, if the model ignores its history."""
-        room = self.max_target_len - prefix_len
+        room = self.facts.max_target_len - prefix_len
         limit = min(max_new_tokens or room, room)
         tokens: list[int] = []
         for position in range(prefix_len, prefix_len + limit):
@@ -247,7 +250,7 @@ class FakeRunner:
 
     def _random_logits(self, key: tuple[object, ...]) -> NDArray[np.float32]:
         generator = np.random.default_rng(zlib.crc32(repr(key).encode()))
-        return generator.standard_normal(self.vocab_size).astype(np.float32)
+        return generator.standard_normal(self.facts.vocab_size).astype(np.float32)
 
     def _report(self, sources: Sequence[Sequence[int]], *, keep_memory: bool) -> EncodeReport:
         lengths = [len(source) for source in sources]

@@ -143,8 +143,8 @@ async def serving(
     metrics = Metrics(families, MODEL_NAME)
     engine = Engine(runner, limits or limits_for(runner), metrics, clock=clock)
     described = pb.Limits(
-        max_source_len=runner.max_source_len,
-        max_target_len=runner.max_target_len,
+        max_source_len=runner.facts.max_source_len,
+        max_target_len=runner.facts.max_target_len,
         max_text_bytes=config.max_text_bytes,
     )
     long_texts = LongTexts(2 * max(config.max_message_bytes, config.max_text_bytes))

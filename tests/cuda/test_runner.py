@@ -46,12 +46,12 @@ class Rows:
     def __init__(self, runner: Runner, sources: Sequence[Sequence[int]]) -> None:
         self.runner = runner
         self.source_lens = [len(source) for source in sources]
-        blocks = np.random.default_rng(1).permutation(runner.num_blocks)[: 2 * TABLE_WIDTH * len(sources)]
+        blocks = np.random.default_rng(1).permutation(runner.facts.num_blocks)[: 2 * TABLE_WIDTH * len(sources)]
         tables = blocks.reshape(len(sources), 2, TABLE_WIDTH).tolist()
         self.own = [own for own, _ in tables]
         self.cross = [cross for _, cross in tables]
         self.past_lens = [0] * len(sources)
-        if runner.has_encoder:
+        if runner.facts.has_encoder:
             used = [table[: -(-length // 16)] for table, length in zip(self.cross, self.source_lens, strict=True)]
             runner.encode(sources, used)
 
@@ -147,7 +147,7 @@ def test_blocks_are_copied_on_the_device(cuda: CudaRunner, native: NativeRunner)
     assert_equal(*results)
     assert results[0].logprobs[0] == results[0].logprobs[1]
     with pytest.raises(ValueError, match="not of this pool"):
-        cuda.copy_blocks(np.array([cuda.num_blocks], np.int32), np.array([0], np.int32))
+        cuda.copy_blocks(np.array([cuda.facts.num_blocks], np.int32), np.array([0], np.int32))
 
 
 def test_a_step_ahead_gives_the_same_tokens_and_is_used_while_rows_stay(
@@ -263,7 +263,7 @@ def test_a_model_is_loaded_in_one_thread_and_run_in_another(
 
 def test_a_batch_with_a_wrong_block_is_refused(cuda: CudaRunner) -> None:
     rows = Rows(cuda, SOURCES[:1])
-    rows.own[0][0] = cuda.num_blocks
+    rows.own[0][0] = cuda.facts.num_blocks
     with pytest.raises(ValueError, match="self_tables are"):
         rows.step([[1]], sampling_of([0]))
 
@@ -284,10 +284,10 @@ def test_products_of_float32_graphs_keep_float32(bundle: Bundle, device: CudaDev
 
 
 def test_the_pool_is_as_large_as_the_free_memory_allows(bundle: Bundle, device: CudaDevice) -> None:
-    assert CudaRunner(bundle, device, max_rows=2, precision="float32").num_blocks == 2 * 2 * TABLE_WIDTH
+    assert CudaRunner(bundle, device, max_rows=2, precision="float32").facts.num_blocks == 2 * 2 * TABLE_WIDTH
     held = device.allocate(device.description().free_bytes - (8 << 20))
     fewer = CudaRunner(bundle, device, max_rows=400, precision="float32")
-    assert 2 * TABLE_WIDTH <= fewer.num_blocks < 400 * 2 * TABLE_WIDTH
+    assert 2 * TABLE_WIDTH <= fewer.facts.num_blocks < 400 * 2 * TABLE_WIDTH
     del held
 
 
@@ -311,6 +311,6 @@ def test_an_encoder_only_model_and_its_heads_run(tmp_path: Path, device: CudaDev
     assert states[0] is not None
     assert states[1] is not None
     np.testing.assert_allclose(states[0], states[1], atol=1e-5)
-    for task in reference.heads:
+    for task in reference.facts.heads:
         expected = reference.run_head(task, states[1][:3])
         np.testing.assert_allclose(ours.run_head(task, states[1][:3]), expected, atol=1e-5)

@@ -110,7 +110,7 @@ def answer(runner: NativeRunner, requests: Sequence[Request]) -> Answers:
             runner, max_num_batched_tokens=10**6, max_queued_requests=2 * len(requests), max_queued_tokens=10**6
         )
         queue = RequestQueue(limits)
-        pool = BlockPool(runner.num_blocks, runner.block_size)
+        pool = BlockPool(runner.facts.num_blocks, runner.facts.block_size)
         parts = StepParts(
             runner=runner,
             queue=queue,

@@ -59,7 +59,7 @@ class Crowd:
         self.groups: dict[str, SequenceGroup] = {}
         self.cancellations = Cancellations()
         self.watcher = Watcher(runner)
-        self.pool = BlockPool(runner.num_blocks, runner.block_size)
+        self.pool = BlockPool(runner.facts.num_blocks, runner.facts.block_size)
         limits = limits_for(runner, max_num_batched_tokens=160, max_queued_requests=1000, max_queued_tokens=100_000)
         self.queue = RequestQueue(limits)
         self.limits = limits_of(runner, limits)

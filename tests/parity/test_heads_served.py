@@ -207,7 +207,7 @@ def test_states_and_outputs_of_heads_are_bit_identical_alone_and_in_a_crowd(bund
     alone = [runner.encode([source], [], type_ids=[kinds]).memory for source, kinds in zip(sources, types, strict=True)]
     assert together is not None
     np.testing.assert_array_equal(together, np.concatenate([states for states in alone if states is not None]))
-    for task in runner.heads:
+    for task in runner.facts.heads:
         outputs = runner.run_head(task, together)
         np.testing.assert_array_equal(
             outputs, np.concatenate([runner.run_head(task, together[[row]]) for row in range(len(together))])

@@ -38,17 +38,17 @@ MAX_WIDTH = 8
 
 def random_request(dice: random.Random, name: str, runner: NativeRunner) -> Request:
     def ids(count: int) -> tuple[int, ...]:
-        return tuple(dice.randrange(4, runner.vocab_size) for _ in range(count))
+        return tuple(dice.randrange(4, runner.facts.vocab_size) for _ in range(count))
 
-    source = ids(dice.randint(1, runner.max_source_len))
-    prefix = ids(dice.choice([0, 0, 1, 3, 8, runner.max_target_len - 1]))
-    made = request_of(name, source, params=random_params(dice, runner.vocab_size), prefix=prefix)
+    source = ids(dice.randint(1, runner.facts.max_source_len))
+    prefix = ids(dice.choice([0, 0, 1, 3, 8, runner.facts.max_target_len - 1]))
+    made = request_of(name, source, params=random_params(dice, runner.facts.vocab_size), prefix=prefix)
     task = dice.choice([Task.GENERATE] * 8 + [Task.SCORE, Task.EMBED])
     if task is Task.GENERATE:
         return made
     if task is Task.SCORE:
         params = SamplingParams(num_logprobs=dice.choice([None, 0, 3]))
-        return scored(changed(made, prefix_ids=(), params=params), ids(dice.randint(1, runner.max_target_len)))
+        return scored(changed(made, prefix_ids=(), params=params), ids(dice.randint(1, runner.facts.max_target_len)))
     pooling = dice.choice([kind for kind in Pooling if kind is not Pooling.MODEL])  # encoder-only models have it
     return Request(task=Task.EMBED, arrival=made.arrival, source_ids=source, pooling=pooling)
 
@@ -175,7 +175,7 @@ def test_requests_of_a_random_mix_over_lanes_are_bit_identical_to_each_alone(
     bundle: Bundle, loop: asyncio.AbstractEventLoop, is_tight: bool
 ) -> None:
     alone = NativeRunner(bundle, max_rows=MAX_WIDTH, threads=1)
-    num_blocks = alone.num_blocks // MAX_WIDTH * 4 if is_tight else None
+    num_blocks = alone.facts.num_blocks // MAX_WIDTH * 4 if is_tight else None
     first = NativeRunner(bundle, max_rows=MAX_ROWS, threads=1, num_blocks=num_blocks)
     second = NativeRunner(bundle, max_rows=MAX_ROWS, threads=2, cache=first.cache)
     num_preemptions = 0
@@ -204,7 +204,7 @@ def test_requests_are_bit_identical_to_each_alone_with_4_bit_weights(
     crowded = NativeRunner(bundle, max_rows=MAX_ROWS, threads=2)
     alone = NativeRunner(bundle, max_rows=MAX_WIDTH, threads=1)
     check_against_alone(run_mix(crowded, random.Random(0), loop, NUM_REQUESTS // 4), alone)
-    tight = NativeRunner(bundle, max_rows=24, threads=2, num_blocks=alone.num_blocks // MAX_WIDTH * 4)
+    tight = NativeRunner(bundle, max_rows=24, threads=2, num_blocks=alone.facts.num_blocks // MAX_WIDTH * 4)
     crowd = run_mix(tight, random.Random(0), loop, NUM_REQUESTS // 2, long_request)
     check_against_alone(crowd, alone)
     assert crowd.num_preemptions > 0
@@ -215,7 +215,7 @@ def test_requests_are_bit_identical_to_each_alone_with_4_bit_weights(
 def test_preempted_requests_are_bit_identical_to_uninterrupted_ones(
     bundle: Bundle, loop: asyncio.AbstractEventLoop, precision: Precision, threads: int
 ) -> None:
-    longest = NativeRunner(bundle, max_rows=1, threads=1).num_blocks
+    longest = NativeRunner(bundle, max_rows=1, threads=1).facts.num_blocks
     crowded = NativeRunner(bundle, max_rows=24, threads=threads, precision=precision, num_blocks=4 * longest)
     alone = NativeRunner(bundle, max_rows=MAX_WIDTH, threads=1, precision=precision)
     num_preemptions = 0
@@ -229,7 +229,7 @@ def test_preempted_requests_are_bit_identical_to_uninterrupted_ones(
 def test_preempted_requests_are_bit_identical_to_uninterrupted_ones_with_every_kind_of_positions(
     variant: Bundle, loop: asyncio.AbstractEventLoop
 ) -> None:
-    longest = NativeRunner(variant, max_rows=1, threads=1).num_blocks
+    longest = NativeRunner(variant, max_rows=1, threads=1).facts.num_blocks
     crowded = NativeRunner(variant, max_rows=24, threads=2, num_blocks=3 * longest)
     alone = NativeRunner(variant, max_rows=MAX_WIDTH, threads=1)
     crowd = run_mix(crowded, random.Random(0), loop, NUM_REQUESTS // 2, long_request)
@@ -274,7 +274,7 @@ def test_output_is_bit_identical_when_continued_from_its_own_prefix(
     dice = random.Random(0)
     for index in range(4):
         params = SamplingParams(temperature=index / 2, seed=index, max_new_tokens=12, num_logprobs=1)
-        source = tuple(dice.randrange(4, runner.vocab_size) for _ in range(5 + 3 * index))
+        source = tuple(dice.randrange(4, runner.facts.vocab_size) for _ in range(5 + 3 * index))
         crowd.add(request_of(f"whole {index}", source, params=params))
         crowd.finish()
         (whole,) = crowd.events(f"whole {index}")

@@ -36,10 +36,10 @@ def random_batch(vocab_size: int) -> tuple[list[list[int]], NDArray[np.int64]]:
 
 def encode_native(runner: NativeRunner, sources: list[list[int]]) -> tuple[list[int], tuple[Tables, Tables]]:
     """Encode sources. Return their lengths, and the self and cross tables of their rows."""
-    pool = BlockPool(runner.num_blocks, runner.block_size)
+    pool = BlockPool(runner.facts.num_blocks, runner.facts.block_size)
     lens = [len(source) for source in sources]
-    cross = [pool.allocate(blocks_for(length, runner.block_size)) for length in lens]
-    own = [pool.allocate(blocks_for(runner.max_target_len, runner.block_size)) for _ in sources]
+    cross = [pool.allocate(blocks_for(length, runner.facts.block_size)) for length in lens]
+    own = [pool.allocate(blocks_for(runner.facts.max_target_len, runner.facts.block_size)) for _ in sources]
     runner.encode(sources, cross)
     width = max(map(len, cross))
     return lens, (own, [(*table, *[0] * (width - len(table))) for table in cross])
@@ -48,10 +48,10 @@ def encode_native(runner: NativeRunner, sources: list[list[int]]) -> tuple[list[
 def run_native(runner: NativeRunner, sources: list[list[int]], tokens: NDArray[np.int64]) -> Logits:
     """Return the native runner's log-probabilities [B, STEPS, V]."""
     lens, tables = encode_native(runner, sources)
-    scores = np.empty((len(sources), STEPS, runner.vocab_size), np.float32)
+    scores = np.empty((len(sources), STEPS, runner.facts.vocab_size), np.float32)
     for step in range(STEPS):
         fed, past = tokens[:, step : step + 1].tolist(), [step] * len(sources)
-        drawn = runner.decode(batch_of(fed, past, lens, tables=tables, num_logprobs=runner.vocab_size))
+        drawn = runner.decode(batch_of(fed, past, lens, tables=tables, num_logprobs=runner.facts.vocab_size))
         np.put_along_axis(scores[:, step], drawn.top_ids, drawn.top_logprobs, axis=1)
     return scores
 

@@ -71,7 +71,7 @@ class Engine:
         for one in (runner, *further):
             _check_rows(one, limits)
         self._limits = limits
-        self._pool = BlockPool(runner.num_blocks, runner.block_size)
+        self._pool = BlockPool(runner.facts.num_blocks, runner.facts.block_size)
         self._admission = limits_of(runner, limits)
         self._queue = RequestQueue(limits)
         self._live: dict[str, SequenceGroup] = {}
@@ -375,7 +375,7 @@ def _failed() -> AntiphonError:
 
 
 def _check_rows(runner: Runner, limits: EngineLimits) -> None:
-    if limits.max_num_seqs > runner.max_rows:
+    if limits.max_num_seqs > (most := runner.facts.max_rows):
         raise ValueError(
-            f"max_num_seqs is {limits.max_num_seqs}; it must be 1 to {runner.max_rows}, the rows of the model's caches"
+            f"max_num_seqs is {limits.max_num_seqs}; it must be 1 to {most}, the rows of the model's caches"
         )

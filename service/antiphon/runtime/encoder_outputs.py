@@ -47,8 +47,8 @@ def read_out(requests: Sequence[Request], memory: NDArray[np.float32], runner: R
         end = first + len(request.source_ids)
         if request.head is not None:
             places.setdefault(request.head, []).extend((request, first + pick) for pick in request.head_positions)
-        elif request.pooling is Pooling.DECLARED and runner.embedding is not None:
-            declared.append((request, pool(memory[first:end], runner.embedding.poolings)))
+        elif request.pooling is Pooling.DECLARED and runner.facts.embedding is not None:
+            declared.append((request, pool(memory[first:end], runner.facts.embedding.poolings)))
         elif request.task is Task.EMBED:
             found[request.request_id] = _vector(memory[first:end], request)
         first = end
@@ -76,14 +76,14 @@ def _vector(states: NDArray[np.float32], request: Request) -> EncoderOutputs:
 
 def _embed(pooled: Sequence[tuple[Request, NDArray[np.float64]]], runner: Runner) -> dict[str, EncoderOutputs]:
     """Return the declared embeddings of requests, each given with the poolings of its states, by request id."""
-    if not pooled or runner.embedding is None:
+    if not pooled or runner.facts.embedding is None:
         return {}
     vectors = np.stack([vector for _, vector in pooled])
-    if "embed" in runner.heads:
+    if "embed" in runner.facts.heads:
         vectors = _finite("embed", runner.run_head("embed", vectors.astype(np.float32))).astype(np.float64)
     found: dict[str, EncoderOutputs] = {}
     for (request, _), vector in zip(pooled, vectors, strict=True):
-        values = finished(vector, runner.embedding)
+        values = finished(vector, runner.facts.embedding)
         found[request.request_id] = EncoderOutputs(
             (normalized(values) if request.normalize else values).astype(np.float32)
         )
@@ -101,7 +101,7 @@ def _read_head(
     task: HeadTask, places: Sequence[_Place], memory: NDArray[np.float32], runner: Runner
 ) -> dict[str, EncoderOutputs]:
     parts: dict[str, list[EncoderOutputs]] = {}
-    for chosen in _passes(places, runner.vocab_size):
+    for chosen in _passes(places, runner.facts.vocab_size):
         outputs = _finite(task, runner.run_head(task, memory[[row for _, row in chosen]]))
         for request, rows in _by_request(chosen):
             part = _reduced(request, outputs[rows], runner)
@@ -130,7 +130,7 @@ def _reduced(request: Request, outputs: NDArray[np.float32], runner: Runner) -> 
     assert request.head is not None
     if request.task is Task.EMBED:
         return _vector(outputs, request)
-    scores = scores_of(outputs, runner.heads[request.head].scores)
+    scores = scores_of(outputs, runner.facts.heads[request.head].scores)
     if request.task is not Task.FILL_MASK:
         return EncoderOutputs(scores.astype(np.float32))
     ids, best = top_of(scores, request.num_fillings)

@@ -143,17 +143,21 @@ class NextTokenScorer:
             if self._runner is None:
                 self._runner = self._open_runner()
             runner = self._runner
-            num_source_blocks = blocks_for(len(source_ids), runner.block_size)
+            num_source_blocks = blocks_for(len(source_ids), runner.facts.block_size)
             if source_ids:
                 runner.encode([source_ids], [range(num_source_blocks)])
             samples = runner.decode(_batch(runner, len(source_ids), decoder_input_ids, edits))
-            return _scores_of(samples, runner.vocab_size)
+            return _scores_of(samples, runner.facts.vocab_size)
 
 
 def _batch(runner: Runner, source_len: int, decoder_input_ids: Sequence[int], edits: Edits) -> DecodeBatch:
     """Return a batch that feeds the whole target and samples twice after it: without the edits, then with them."""
+    block_size, vocab_size = runner.facts.block_size, runner.facts.vocab_size
     num_fed = len(decoder_input_ids)
-    num_source, num_target = blocks_for(source_len, runner.block_size), blocks_for(num_fed, runner.block_size)
+    num_source, num_target = (
+        blocks_for(source_len, block_size),
+        blocks_for(num_fed, block_size),
+    )
     return DecodeBatch(
         token_ids=np.array(decoder_input_ids, np.int64),
         positions=np.arange(num_fed, dtype=np.int32),
@@ -161,8 +165,8 @@ def _batch(runner: Runner, source_len: int, decoder_input_ids: Sequence[int], ed
         self_tables=np.arange(num_source, num_source + num_target, dtype=np.int32)[None],
         cross_tables=np.arange(max(1, num_source), dtype=np.int32)[None],  # a table has at least one column
         source_lens=np.array([source_len], np.int32),
-        sampling=_sampling(num_fed - 1, edits, runner.vocab_size),
-        max_num_logprobs=runner.vocab_size,
+        sampling=_sampling(num_fed - 1, edits, vocab_size),
+        max_num_logprobs=vocab_size,
     )
 
 

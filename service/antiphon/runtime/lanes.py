@@ -165,7 +165,7 @@ def fastest_num_lanes(
 
 def _rows_per_s(runners: Sequence[Runner], num_rows: int) -> float:
     """Return the rows per second of all lanes together, each with its part of num_rows rows."""
-    num_rows = max(len(runners), min(num_rows, runners[0].num_blocks // 2))
+    num_rows = max(len(runners), min(num_rows, runners[0].facts.num_blocks // 2))
     parts = np.array_split(np.arange(num_rows), len(runners))
     batches = [_batch(runner, part.astype(np.int32)) for runner, part in zip(runners, parts, strict=True)]
     start = threading.Barrier(len(runners) + 1)
@@ -189,11 +189,11 @@ def _batch(runner: Runner, rows: np.ndarray[tuple[int], np.dtype[np.int32]]) -> 
     """Return one step of rows that attend to a source of one token and to themselves, each in blocks of its own."""
     num_rows, each = len(rows), np.arange(len(rows), dtype=np.int32)
     return DecodeBatch(
-        token_ids=np.full(num_rows, runner.bos_id, np.int64),
+        token_ids=np.full(num_rows, runner.facts.bos_id, np.int64),
         positions=np.zeros(num_rows, np.int32),
         offsets=np.arange(num_rows + 1, dtype=np.int32),
         self_tables=2 * rows[:, None] + 1,
         cross_tables=2 * rows[:, None],
-        source_lens=np.full(num_rows, int(runner.has_encoder), np.int32),
+        source_lens=np.full(num_rows, int(runner.facts.has_encoder), np.int32),
         sampling=greedy_sampling(each),
     )

@@ -26,8 +26,7 @@ from antiphon.ops.cache_geometry import BLOCK_SIZE, blocks_for, blocks_of_longes
 from antiphon.ops.sampling import FLOAT_PARAMS, INT_PARAMS, SamplingArrays
 from antiphon.ops.workspace import Workspace
 from antiphon.runtime.encoder import NativeEncoder
-from antiphon.runtime.model_limits import DecodingModel, EncodingModel
-from antiphon.runtime.runner import DecodeBatch, EncodeReport, Samples
+from antiphon.runtime.runner import DecodeBatch, EncodeReport, PartialRunner, Samples, facts_of, head_widths
 
 _FED = ("input_ids", "positions", "offsets", "self_tables", "cross_tables", "source_lens")
 _TOPS: dict[str, type[np.generic]] = {"top_ids": np.int64, "top_logprobs": np.float32, "top_scores": np.float32}
@@ -36,7 +35,7 @@ _FIRST_NUM_EDITS = 256
 Arrays = dict[str, NDArray[Any]]
 
 
-class NativeRunner(DecodingModel):
+class NativeRunner(PartialRunner):
     """The encoder and decoder graphs of one bundle, or a decoder-only model, over one pool of cache blocks.
 
     threads: number of cores that one run may use. num_blocks: size of the pool; None is enough for max_rows of the
@@ -57,14 +56,17 @@ class NativeRunner(DecodingModel):
         cache: NDArray[Any] | None = None,
     ) -> None:
         model, graphs = bundle.manifest.model, bundle.graph_set(precision)
-        super().__init__(model, graphs, max_rows)
-        longest = blocks_of_longest(*model.longest_cached, BLOCK_SIZE)
-        self.num_blocks = len(cache) if cache is not None else num_blocks or max_rows * longest
-        self.cache = cache if cache is not None else _reserve_pool(model, graphs, self.num_blocks)
-        self.cache_bytes_per_token = self.cache[0].nbytes // BLOCK_SIZE
+        if cache is None:
+            longest = blocks_of_longest(*model.longest_cached, BLOCK_SIZE)
+            cache = _reserve_pool(model, graphs, num_blocks or max_rows * longest)
+        self.cache = cache
+        cache_bytes_per_token = cache[0].nbytes // BLOCK_SIZE
+        self.facts = facts_of(
+            model, graphs, max_rows=max_rows, num_blocks=len(cache), cache_bytes_per_token=cache_bytes_per_token
+        )
         self.workspace = Workspace(is_own=True)
         self._encoder: NativeEncoder | None = None
-        if self.has_encoder:
+        if self.facts.has_encoder:
             encoder = Graph(bundle.file(graphs.encoder_file), "encoder", threads, self.workspace)
             self._encoder = NativeEncoder(encoder, model, self.workspace, bundle.memory_fit(graphs), self.cache)
         decoder = Graph(bundle.file(graphs.decoder_file), "decoder", threads, self.workspace)
@@ -104,8 +106,8 @@ class NativeRunner(DecodingModel):
     def copy_blocks(self, sources: NDArray[np.int32], targets: NDArray[np.int32]) -> None:
         """Copy blocks of the pool. Raises ValueError for a block outside it."""
         for block in (*sources.tolist(), *targets.tolist()):
-            if not 0 <= block < self.num_blocks:  # NumPy would count from the end
-                raise ValueError(f"block {block} is not of this pool of {self.num_blocks}")
+            if not 0 <= block < len(self.cache):  # NumPy would count from the end
+                raise ValueError(f"block {block} is not of this pool of {len(self.cache)}")
         for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
             self.cache[target] = self.cache[source]
 
@@ -117,7 +119,7 @@ def _reserve_pool(model: ModelConfig, graphs: GraphSet, num_blocks: int) -> NDAr
     return reserve(shape, np.dtype(graphs.cache or "float32"), f"{num_blocks} cache blocks")
 
 
-class EncoderRunner(EncodingModel):
+class EncoderRunner(PartialRunner):
     """The encoder graph and the heads of one bundle.
 
     max_rows: maximum number of sources in a step. threads, workspace_limit_bytes: as in NativeRunner.
@@ -134,12 +136,14 @@ class EncoderRunner(EncodingModel):
         workspace_limit_bytes: int | None = None,
     ) -> None:
         model, graphs = bundle.manifest.model, bundle.graph_set(precision)
-        super().__init__(model, graphs, max_rows)
+        self.facts = facts_of(model, graphs, max_rows=max_rows)
+        self._widths = head_widths(model)
         self.workspace = Workspace(is_own=True)
         encoder = Graph(bundle.file(graphs.encoder_file), "encoder", threads, self.workspace)
         self._encoder = NativeEncoder(encoder, model, self.workspace, bundle.memory_fit(graphs), cache=None)
         self._head_graphs = {
-            task: Graph(bundle.file(graphs.heads[task]), f"{task} head", threads, self.workspace) for task in self.heads
+            task: Graph(bundle.file(graphs.heads[task]), f"{task} head", threads, self.workspace)
+            for task in self.facts.heads
         }
         for graph in self._head_graphs.values():
             graph.require(["hidden"], ["outputs"])

@@ -1,8 +1,8 @@
 """Interface of a model for the engine.
 
 The protocol is the complete boundary. The engine knows rows, token ids, lengths and the ids of cache blocks; the runner
-knows arrays, graphs and devices. `native_runner.py` and `encoder_runner.py` implement the protocol with ONNX Runtime,
-`tests/fakes.py` with arithmetic.
+knows arrays, graphs and devices. `native.py` and `cuda/runner.py` implement the protocol with ONNX
+Runtime, `tests/fakes.py` with arithmetic.
 
 Axes: N new tokens of a step, R rows, K samples or states read, X and Y widths of the block tables,
 M width of the encoder output, O outputs of a head.
@@ -11,37 +11,49 @@ M width of the encoder output, O outputs of a head.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from antiphon.architecture.config import ModelConfig
 from antiphon.architecture.heads import EmbeddingConfig, HeadConfig
 from antiphon.architecture.heads import Task as HeadTask
+from antiphon.bundle.manifest import GraphSet, Lowering, Precision
+from antiphon.ops.cache_geometry import BLOCK_SIZE
 from antiphon.ops.sampling import NONE_ALLOWED, NOT_FINITE, Samples, SamplingArrays
 
-__all__ = ["NONE_ALLOWED", "NOT_FINITE", "DecodeBatch", "EncodeReport", "Runner", "Samples", "SamplingArrays"]
+__all__ = [
+    "NONE_ALLOWED",
+    "NOT_FINITE",
+    "DecodeBatch",
+    "EncodeReport",
+    "ModelFacts",
+    "Runner",
+    "Samples",
+    "SamplingArrays",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EncodeReport:
-    """Measured and predicted cost of encoding sources together.
-
-    rows, num_tokens, longest: number of sources, total of computed tokens, and tokens of the longest source.
-    peak_workspace_bytes: measured peak of the allocator above its level before; None if not measured.
-    predicted_fused_bytes: prediction of the bundle's fit for the fused graph; None if the bundle has no profile.
-    predicted_materialised_bytes: bytes of the score matrices of one layer alone, the sum of H * S^2 * w.
-    memory [num_tokens, M] float32: encoder output, source after source; None if not requested.
-    """
+    """Measured and predicted cost of encoding sources together."""
 
     rows: int
+    """Number of sources."""
     num_tokens: int
+    """Total of computed tokens."""
     longest: int
+    """Tokens of the longest source."""
     peak_workspace_bytes: int | None
+    """Measured peak of the allocator above its level before; None if not measured."""
     predicted_fused_bytes: float | None
+    """Prediction of the bundle's fit for the fused graph; None if the bundle has no profile."""
     predicted_materialised_bytes: int
+    """Bytes of the score matrices of one layer alone, the sum of H * S^2 * w."""
     memory: NDArray[np.float32] | None = None
+    """[num_tokens, M]: encoder output, source after source; None if not requested."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,64 +90,87 @@ class DecodeBatch:
         return len(self.source_lens)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelFacts:
+    """Limits and properties of a model as its runner serves it."""
+
+    max_rows: int
+    """Maximum number of rows in a step."""
+    vocab_size: int
+    """Token ids of targets are below it."""
+    source_vocab_size: int
+    """Token ids of sources are below it."""
+    max_source_len: int
+    """Longest source in tokens, end token included; longest prompt for decoder-only models."""
+    max_target_len: int
+    """Maximum number of target positions that a row can cache, begin token or complete prompt included."""
+    has_encoder: bool
+    """There are sources to encode; otherwise `encode` is never called and cross tables are ignored."""
+    has_decoder: bool
+    """There are targets to decode; otherwise there are no blocks and `decode` is never called."""
+    bos_id: int
+    """Token that starts every target."""
+    eos_id: int
+    """Token that ends a target."""
+    block_size: int = BLOCK_SIZE
+    """Tokens of a cache block."""
+    num_blocks: int
+    """Number of cache blocks, for self and cross attention together; their ids are below it."""
+    cache_bytes_per_token: int
+    """Bytes of keys and values of one token, all layers; the same for self and cross attention."""
+    heads: Mapping[HeadTask, HeadConfig] = field(default_factory=dict)
+    """Heads that read the encoder output, by task."""
+    embedding: EmbeddingConfig | None = None
+    """Vector of a text that the model declares; None: it declares none."""
+    lowering: Lowering = "native"
+    """Kind of the graphs that run."""
+    precision: Precision = "float32"
+    """Precision of these graphs."""
+
+
+def facts_of(
+    model: ModelConfig, graphs: GraphSet, *, max_rows: int, num_blocks: int = 0, cache_bytes_per_token: int = 0
+) -> ModelFacts:
+    """Return the facts of a model with these graphs. An encoder-only model has no rows to decode and no cache blocks.
+
+    Only encoder-only models have heads.
+    """
+    has_encoder, has_decoder = model.architecture != "decoder", model.architecture != "encoder"
+    return ModelFacts(
+        max_rows=max_rows,
+        vocab_size=model.vocab_size,
+        source_vocab_size=model.resolved_source_vocab_size,
+        # A prompt leaves room for at least one token.
+        max_source_len=model.max_source_len if has_encoder else model.max_target_len - 1,
+        max_target_len=model.max_target_len if has_decoder else 0,
+        has_encoder=has_encoder,
+        has_decoder=has_decoder,
+        bos_id=model.bos_id,
+        eos_id=model.eos_id,
+        num_blocks=num_blocks,
+        cache_bytes_per_token=cache_bytes_per_token,
+        heads={} if has_decoder else {head.task: head for head in model.heads},
+        embedding=None if has_decoder else model.embedding,
+        lowering=graphs.lowering,
+        precision=graphs.precision,
+    )
+
+
+def head_widths(model: ModelConfig) -> dict[HeadTask, int]:
+    """Return the number of outputs of each head: one for each label or token; the width of the transform otherwise."""
+    return {head.task: _width_of(head, model.vocab_size) for head in model.heads}
+
+
+def _width_of(head: HeadConfig, vocab_size: int) -> int:
+    if head.task == "fill_mask":
+        return vocab_size
+    return len(head.labels) if head.labels else head.transform_width or 0
+
+
 class Runner(Protocol):
     """A model whose running sequences are rows 0 .. R-1 of every step. Used from one thread only."""
 
-    @property
-    def max_rows(self) -> int:
-        """Maximum number of rows in a step."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Token ids of targets are below it."""
-
-    @property
-    def source_vocab_size(self) -> int:
-        """Token ids of sources are below it."""
-
-    @property
-    def max_source_len(self) -> int:
-        """Longest source in tokens, end token included; longest prompt for decoder-only models."""
-
-    @property
-    def max_target_len(self) -> int:
-        """Maximum number of target positions that a row can cache, begin token or complete prompt included."""
-
-    @property
-    def has_encoder(self) -> bool:
-        """True when there are sources to encode; otherwise `encode` is never called and cross tables are ignored."""
-
-    @property
-    def has_decoder(self) -> bool:
-        """True when there are targets to decode; otherwise there are no blocks and `decode` is never called."""
-
-    @property
-    def bos_id(self) -> int:
-        """Token that starts every target."""
-
-    @property
-    def eos_id(self) -> int:
-        """Token that ends a target."""
-
-    @property
-    def block_size(self) -> int:
-        """Tokens of a cache block."""
-
-    @property
-    def num_blocks(self) -> int:
-        """Number of cache blocks, for self and cross attention together; their ids are below it."""
-
-    @property
-    def cache_bytes_per_token(self) -> int:
-        """Bytes of keys and values of one token, all layers; the same for self and cross attention."""
-
-    @property
-    def heads(self) -> Mapping[HeadTask, HeadConfig]:
-        """Heads that read the encoder output, by task."""
-
-    @property
-    def embedding(self) -> EmbeddingConfig | None:
-        """Vector of a text that the model declares; None: it declares none."""
+    facts: ModelFacts
 
     def encode(
         self,
@@ -168,3 +203,24 @@ class Runner(Protocol):
 
     def copy_blocks(self, sources: NDArray[np.int32], targets: NDArray[np.int32]) -> None:
         """Copy the content of block sources[i] to block targets[i], for all layers. No block is in both lists."""
+
+
+class PartialRunner:
+    """Methods of Runner for a model that lacks heads, a decoder or a cache. The engine never calls them there."""
+
+    facts: ModelFacts
+
+    def run_head(self, task: HeadTask, states: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Raise NotImplementedError; only encoder-only models have heads."""
+        raise NotImplementedError(f"this model has no {task} head")
+
+    def decode(self, batch: DecodeBatch) -> Samples:
+        """Raise NotImplementedError."""
+        raise NotImplementedError("an encoder-only model decodes nothing")
+
+    def copy_blocks(self, sources: NDArray[np.int32], targets: NDArray[np.int32]) -> None:
+        """Raise NotImplementedError."""
+        raise NotImplementedError("an encoder-only model has no cache blocks")
+
+    def free_cache(self) -> None:
+        """Do nothing: without a cache, or with one in the memory of a GPU, there is nothing to return."""

@@ -32,27 +32,30 @@ def warm_up(runner: Runner) -> None:
 
     Raises NotFinite, or the runner's error.
     """
-    if runner.has_encoder:
-        usual_len = min(_USUAL_LEN, runner.max_source_len)
-        _encode(runner, [[runner.eos_id] * usual_len])
-        states = _encode(runner, [[runner.eos_id]] * _num_rows(runner))
-        for task in runner.heads:
-            num_poolings = len(runner.embedding.poolings) if runner.embedding and task == "embed" else 1
+    facts = runner.facts
+    if facts.has_encoder:
+        usual_len = min(_USUAL_LEN, facts.max_source_len)
+        _encode(runner, [[facts.eos_id] * usual_len])
+        states = _encode(runner, [[facts.eos_id]] * _num_rows(runner))
+        for task in facts.heads:
+            num_poolings = len(facts.embedding.poolings) if facts.embedding and task == "embed" else 1
             _check(runner.run_head(task, np.tile(states[:_HEAD_ROWS], num_poolings)), task)
-    if runner.has_decoder:
+    if facts.has_decoder:
         _decode(runner)
 
 
 def _num_rows(runner: Runner) -> int:
     """Return the number of rows that can run together, each with one block for its source, if any, and its target."""
-    if not runner.has_decoder:
-        return runner.max_rows
-    return max(1, min(runner.max_rows, runner.num_blocks // (1 + runner.has_encoder)))
+    facts = runner.facts
+    if not facts.has_decoder:
+        return facts.max_rows
+    return max(1, min(facts.max_rows, facts.num_blocks // (1 + facts.has_encoder)))
 
 
 def _encode(runner: Runner, sources: list[list[int]]) -> NDArray[np.float32]:
     """Encode sources into the blocks from 0 on and return their states [N, M]."""
-    num_blocks = [blocks_for(len(source), runner.block_size) if runner.has_decoder else 0 for source in sources]
+    facts = runner.facts
+    num_blocks = [blocks_for(len(source), facts.block_size) if facts.has_decoder else 0 for source in sources]
     ends = np.cumsum(num_blocks).tolist()
     tables = [range(end - count, end) for end, count in zip(ends, num_blocks, strict=True)]
     states = runner.encode(sources, tables, keep_memory=True).memory
@@ -63,16 +66,17 @@ def _encode(runner: Runner, sources: list[list[int]]) -> NDArray[np.float32]:
 
 def _decode(runner: Runner) -> None:
     """Decode the first token of every row, after the one-token sources in blocks 0 and following."""
+    facts = runner.facts
     num_rows = _num_rows(runner)
     rows = np.arange(num_rows, dtype=np.int32)
     samples = runner.decode(
         DecodeBatch(
-            token_ids=np.full(num_rows, runner.bos_id, np.int64),
+            token_ids=np.full(num_rows, facts.bos_id, np.int64),
             positions=np.zeros(num_rows, np.int32),
             offsets=np.arange(num_rows + 1, dtype=np.int32),
-            self_tables=rows[:, None] + (num_rows if runner.has_encoder else 0),
+            self_tables=rows[:, None] + (num_rows if facts.has_encoder else 0),
             cross_tables=rows[:, None],
-            source_lens=np.full(num_rows, int(runner.has_encoder), np.int32),
+            source_lens=np.full(num_rows, int(facts.has_encoder), np.int32),
             sampling=greedy_sampling(rows),
         )
     )

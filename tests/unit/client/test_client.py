@@ -325,7 +325,7 @@ async def test_get_model_reports_the_limits() -> None:
     async with serving() as served, AsyncClient(served.target) as client:
         model = await client.get_model()
         synchronous = await asyncio.to_thread(_model_name, served.target)
-    assert model.limits.max_source_len == served.runner.max_source_len
+    assert model.limits.max_source_len == served.runner.facts.max_source_len
     assert synchronous == model.name
 
 

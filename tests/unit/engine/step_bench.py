@@ -53,7 +53,7 @@ class Bench:
         )
         self.clock = FakeClock()
         self.cancellations = Cancellations()
-        self.pool = BlockPool(self.runner.num_blocks, BLOCK_SIZE)
+        self.pool = BlockPool(self.runner.facts.num_blocks, BLOCK_SIZE)
         self.limits = limits_for(
             self.runner, max_num_batched_tokens=16, max_queued_requests=100, max_queued_tokens=10_000
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -53,7 +54,7 @@ def reference(bench: Bench, request: Request) -> list[list[int]]:
     """Return the output of transformers' `generate` for a prompt over the fake model's logits."""
     params, begin_id = request.params, request.decoder_input_ids(0)[0]
     model = Reference(lambda target: bench.runner.logits_after((), target), bos_id=begin_id, eos_id=EOS_ID)
-    room = bench.runner.max_target_len - 1 - len(request.prefix_ids)
+    room = bench.runner.facts.max_target_len - 1 - len(request.prefix_ids)
     outputs = generate(
         model,
         prefix=request.prefix_ids,
@@ -97,7 +98,7 @@ def test_prompts_in_a_crowd_get_the_outputs_of_transformers_alone(
     for request, group in zip(asked, groups, strict=True):
         event = bench.output(group)
         assert list(event.token_ids) == reference(bench, request)[0]
-        assert 1 + len(request.prefix_ids) + event.num_generated <= bench.runner.max_target_len
+        assert 1 + len(request.prefix_ids) + event.num_generated <= bench.runner.facts.max_target_len
     assert bench.sample("prompt_tokens_total") == sum(request.num_prompt_ids for request in asked)
 
 
@@ -133,7 +134,8 @@ def test_prompt_and_output_share_the_length_of_the_model(
     loop: asyncio.AbstractEventLoop, prompt_len: int, prefix_len: int, target_len: int, field: str
 ) -> None:
     bench = Bench(loop, reads_history=True, has_encoder=False)
-    bench.runner.max_source_len = bench.runner.max_target_len - 1  # like runners of decoder-only models
+    facts = bench.runner.facts
+    bench.runner.facts = replace(facts, max_source_len=facts.max_target_len - 1)  # like those of decoder-only models
     request = prompted("a", (5,) * prompt_len, SamplingParams(), (6,) * prefix_len)
     with pytest.raises(InvalidArgument) as caught:
         bench.ask(scored(request, (7,) * target_len) if target_len else request)

@@ -25,7 +25,7 @@ ENDLESS = source_of(target_len=60)
 @pytest.fixture
 def endless() -> Iterator[Bench]:
     bench = Bench(FakeRunner(max_rows=4, max_target_len=1_000_000, block_size=4096))
-    bench.runner.overrides[ENDLESS] = np.eye(1, bench.runner.vocab_size, 9, dtype=np.float32)[0]
+    bench.runner.overrides[ENDLESS] = np.eye(1, bench.runner.facts.vocab_size, 9, dtype=np.float32)[0]
     bench.engine.start()
     yield bench
     bench.engine.stop()

@@ -46,7 +46,7 @@ async def test_engine_survives_requests_that_fail_one_after_the_other(bench: Ben
 
 
 async def test_engine_counts_steps_with_non_finite_logits_as_failed(bench: Bench) -> None:
-    nan = np.full(bench.runner.vocab_size, np.nan, np.float32)
+    nan = np.full(bench.runner.facts.vocab_size, np.nan, np.float32)
     sources = [source_of(target_len=2, variant=index) for index in range(MAX_FAILED_STEPS)]
     bench.runner.overrides = dict.fromkeys([*sources, (EOS_ID,)], nan)  # with the source of the model's own test
     for index, source in enumerate(sources):

@@ -47,7 +47,7 @@ def test_step_feeds_a_prefix_beside_the_tokens_of_other_rows(bench: Bench) -> No
 def test_step_counts_a_prefix_in_blocks_and_in_the_longest_target(bench: Bench) -> None:
     limited = bench.add("limited", source_of(target_len=60), SamplingParams(max_new_tokens=2), prefix=(7,) * 5)
     full = bench.add("full", source_of(target_len=60, variant=1), prefix=(7,) * 30)
-    longest = bench.runner.max_target_len
+    longest = bench.runner.facts.max_target_len
     assert limited.num_self_blocks == blocks_for(1 + 5 + 2, BLOCK_SIZE)
     assert (full.num_self_blocks, full.max_new_tokens) == (blocks_for(longest, BLOCK_SIZE), longest - 30)
     bench.finish()

@@ -65,7 +65,7 @@ def logits_of(bench: Bench, request: Request) -> LogitsOf:
 
 def search_options(bench: Bench, request: Request) -> dict[str, Any]:
     """Return the options of transformers' `generate` for a request."""
-    params, room = request.params, bench.runner.max_target_len - len(request.prefix_ids)
+    params, room = request.params, bench.runner.facts.max_target_len - len(request.prefix_ids)
     return dict(
         prefix=request.prefix_ids,
         max_new_tokens=min(params.max_new_tokens or room, room),

@@ -85,10 +85,10 @@ def test_step_ends_a_request_at_the_requested_number_of_tokens(bench: Bench) -> 
 def test_step_fills_the_whole_target_when_no_end_token_comes(bench: Bench) -> None:
     sequence = bench.add("a", source_of(target_len=60))
     bench.step()
-    assert len(sequence.sequences[0].self_block_table) == blocks_for(bench.runner.max_target_len, BLOCK_SIZE)
+    assert len(sequence.sequences[0].self_block_table) == blocks_for(bench.runner.facts.max_target_len, BLOCK_SIZE)
     bench.finish()
     event = bench.output(sequence)
-    assert (event.finish_reason, event.num_generated) == (FinishReason.LENGTH, bench.runner.max_target_len)
+    assert (event.finish_reason, event.num_generated) == (FinishReason.LENGTH, bench.runner.facts.max_target_len)
 
 
 def test_step_frees_a_cancelled_running_request_within_one_step(bench: Bench) -> None:
@@ -223,7 +223,7 @@ def test_step_fails_every_row_of_a_decoder_run_that_raised_and_continues(bench: 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_step_fails_only_the_request_whose_logits_are_not_finite(bench: Bench, bad: float) -> None:
     source = source_of(target_len=9, variant=3)
-    bench.runner.overrides[source] = np.full(bench.runner.vocab_size, bad, np.float32)
+    bench.runner.overrides[source] = np.full(bench.runner.facts.vocab_size, bad, np.float32)
     broken, healthy = bench.add("broken", source), bench.add("healthy", source_of(target_len=4))
     bench.finish()
     event = bench.output(broken)

@@ -59,8 +59,8 @@ class Tables:
     """Blocks of rows, taken from one pool in an order in which no block is next to another of its row."""
 
     def __init__(self, runner: NativeRunner, sources: Sequence[Sequence[int]]) -> None:
-        pool = BlockPool(runner.num_blocks, runner.block_size)
-        width = blocks_for(runner.max_target_len, BLOCK)
+        pool = BlockPool(runner.facts.num_blocks, runner.facts.block_size)
+        width = blocks_for(runner.facts.max_target_len, BLOCK)
         self.lens = [len(source) for source in sources]
         self.self_tables = [pool.allocate(1) for _ in sources]
         self.cross = [pool.allocate(blocks_for(length, BLOCK)) for length in self.lens]
@@ -220,8 +220,8 @@ def test_native_runner_copies_exactly_the_given_blocks(runner: NativeRunner) -> 
     runner.copy_blocks(np.array([3, 3, 0], np.int32), np.array([1, 5, 7], np.int32))
     before[[1, 5, 7]] = before[[3, 3, 0]]
     np.testing.assert_array_equal(runner.cache, before)
-    for sources, targets in (([-1], [2]), ([2], [runner.num_blocks])):
-        with pytest.raises(ValueError, match=f"is not of this pool of {runner.num_blocks}"):
+    for sources, targets in (([-1], [2]), ([2], [runner.facts.num_blocks])):
+        with pytest.raises(ValueError, match=f"is not of this pool of {runner.facts.num_blocks}"):
             runner.copy_blocks(np.array(sources, np.int32), np.array(targets, np.int32))
 
 
@@ -256,7 +256,7 @@ def test_native_runner_writes_only_the_blocks_it_is_given(runner: NativeRunner) 
     runner.cache[:] = 7.0
     tables = encode(runner)
     runner.decode(tables.batch([[1], [1], [1] * 17], [0, 15, 0]))
-    written = {block for block in range(runner.num_blocks) if (runner.cache[block] != 7.0).any()}
+    written = {block for block in range(runner.facts.num_blocks) if (runner.cache[block] != 7.0).any()}
     cross = {block for table in tables.cross for block in table}
     own = {table[0] for table in tables.self_tables} | {tables.self_tables[2][1]}
     assert written == cross | own
@@ -278,7 +278,7 @@ def test_native_runner_reports_measured_and_predicted_workspace(tmp_path: Path, 
 
 def test_native_runner_uses_no_memory_for_blocks_that_were_never_written(bundle: Bundle) -> None:
     runner = NativeRunner(bundle, max_rows=4, threads=1, num_blocks=1 << 20)
-    assert runner.cache.nbytes == runner.num_blocks * runner.block_size * runner.cache_bytes_per_token
+    assert runner.cache.nbytes == runner.facts.num_blocks * runner.facts.block_size * runner.facts.cache_bytes_per_token
     before = resident_bytes()
     warm_up(runner)
     assert resident_bytes() - before < 32 << 20
@@ -306,7 +306,7 @@ def test_native_runner_refuses_sources_that_do_not_fit(
 
 def test_native_runner_names_graph_and_operator_when_a_batch_has_indices_out_of_range(runner: NativeRunner) -> None:
     with pytest.raises(GraphError, match=r"encoder\.onnx: the encoder graph failed: .*PagedWrite"):
-        runner.encode([[5, 2]], [(runner.num_blocks,)])
+        runner.encode([[5, 2]], [(runner.facts.num_blocks,)])
     with pytest.raises(GraphError, match=r"encoder\.onnx: the encoder graph failed: .*Embed"):
         runner.encode([[24, 2]], [(0,)])
     tables = encode(runner)
@@ -357,7 +357,7 @@ def test_native_runner_survives_a_run_that_exceeds_the_workspace_limit(tmp_path:
 def test_open_runner_accepts_native_graphs_only(bundle: Bundle, tmp_path: Path) -> None:
     contrib = write_bundle(tmp_path / "contrib", tiny_model(tiny_config()))
     assert isinstance(open_runner(bundle, max_rows=1, threads=1), NativeRunner)
-    assert open_runner(bundle, max_rows=1, threads=1, num_blocks=9).num_blocks == 9
+    assert open_runner(bundle, max_rows=1, threads=1, num_blocks=9).facts.num_blocks == 9
     with pytest.raises(BundleError, match=r"manifest\.json: no native graphs; the bundle holds contrib-float32"):
         open_runner(contrib, max_rows=1, threads=1)
     with pytest.raises(BundleError, match="no native graphs at precision int8; the bundle holds native-float32"):

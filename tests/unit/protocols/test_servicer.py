@@ -107,7 +107,7 @@ async def test_get_model_returns_the_description_of_list_models() -> None:
         by_name = await stub_of(served).GetModel(pb.GetModelRequest(model=MODEL_NAME))
         listed = await stub_of(served).ListModels(pb.ListModelsRequest())
     assert [by_default.model] == [by_name.model] == list(listed.models)
-    assert by_name.model.limits.max_source_len == served.runner.max_source_len
+    assert by_name.model.limits.max_source_len == served.runner.facts.max_source_len
     assert by_name.model.default_options.HasField("temperature")
 
 

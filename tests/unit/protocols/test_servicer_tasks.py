@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -140,7 +141,7 @@ async def test_explain_is_unimplemented_when_the_bundle_has_no_explain_graph() -
 
 
 def has_no_encoder(runner: FakeRunner) -> None:
-    runner.has_encoder = False
+    runner.facts = replace(runner.facts, has_encoder=False)
 
 
 async def test_tasks_that_the_model_lacks_are_unimplemented() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from antiphon.domain.errors import InvalidArgument
@@ -14,7 +16,7 @@ from tests.fakes import FakeRunner, limits_for, request_of, source_of
 
 def check(source: int, prefix: int) -> None:
     runner = FakeRunner(vocab_size=64)
-    runner.source_vocab_size = 80
+    runner.facts = replace(runner.facts, source_vocab_size=80)
     admit(request_of("a", (source,), prefix=(prefix,)), OutputStream("a"), limits_of(runner, limits_for(runner)))
 
 

@@ -8,6 +8,7 @@ import dataclasses
 import itertools
 import threading
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -217,7 +218,7 @@ async def test_preemption_is_invisible_to_clients() -> None:
     """Many streams over a pool of few blocks get the answers of each alone, in order and once."""
 
     def tight(runner: FakeRunner) -> None:
-        runner.num_blocks = 10
+        runner.facts = replace(runner.facts, num_blocks=10)
 
     asked = [source_of(target_len=20 + index % 9, variant=index) for index in range(12)]
     async with serving(prepare=tight) as served:

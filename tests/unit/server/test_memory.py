@@ -52,7 +52,7 @@ def test_need_counts_the_pool_that_the_native_runner_reserves(tmp_path: Path, nu
     bundle = write_native_bundle(tmp_path, tiny_model(tiny_native_config()), "float16")
     need = need_of(bundle, bundle.graph_set(), limits(kv_cache_blocks=num_blocks))
     runner = NativeRunner(bundle, max_rows=5, threads=1, num_blocks=num_blocks)
-    assert (need.memory.cache_bytes, need.num_blocks) == (runner.cache.nbytes, runner.num_blocks)
+    assert (need.memory.cache_bytes, need.num_blocks) == (runner.cache.nbytes, runner.facts.num_blocks)
     assert need.block_bytes == runner.cache[0].nbytes
 
 
@@ -89,12 +89,12 @@ def test_encode_budget_predicts_the_values_that_the_runner_reports(shipped: Bund
     budget = encode_budget(shipped, shipped.graph_set(), limits(workspace_limit_bytes=limit_bytes))
     assert budget is not None
     runner = NativeRunner(shipped, max_rows=64, threads=1, workspace_limit_bytes=limit_bytes)
-    longest = budget.longest_source(runner.max_source_len)
+    longest = budget.longest_source(runner.facts.max_source_len)
     fewest = [length for length in (1, 8, 30, longest) if length <= longest]
     for length in fewest:
         count = max(n for n in range(1, 1 + 1024 // length) if budget.fits(n * length, length))
-        blocks = iter(range(runner.num_blocks))
-        tables = [[next(blocks) for _ in range(blocks_for(length, runner.block_size))] for _ in range(count)]
+        blocks = iter(range(runner.facts.num_blocks))
+        tables = [[next(blocks) for _ in range(blocks_for(length, runner.facts.block_size))] for _ in range(count)]
         report = runner.encode([[5] * length] * count, tables)
         predicted = report.predicted_fused_bytes
         assert predicted is not None

@@ -36,7 +36,7 @@ def test_warm_up_runs_every_row_that_fits(runner: FakeRunner, num_rows: int) -> 
     """The fake model raises if its contract is broken."""
     warm_up(runner)
     assert runner.decoded_rows == [num_rows]
-    assert [len(sources) for sources in runner.encoded] == ([1, num_rows] if runner.has_encoder else [])
+    assert [len(sources) for sources in runner.encoded] == ([1, num_rows] if runner.facts.has_encoder else [])
 
 
 def test_warm_up_runs_every_head_of_an_encoder_only_model() -> None:
@@ -54,7 +54,7 @@ def test_warm_up_runs_every_head_of_an_encoder_only_model() -> None:
 
 def test_warm_up_names_the_graph_whose_outputs_are_not_finite(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = FakeRunner()
-    decoder.overrides[(EOS_ID,)] = np.full(decoder.vocab_size, np.nan, np.float32)
+    decoder.overrides[(EOS_ID,)] = np.full(decoder.facts.vocab_size, np.nan, np.float32)
     encoder, head = FakeRunner(), FakeRunner(has_decoder=False, heads=HEADS)
     monkeypatch.setattr(encoder, "memory", lambda source: np.full((len(source), 4), np.inf, np.float32))
     monkeypatch.setattr(head, "head_outputs", lambda task, states: np.full((len(states), 2), np.nan, np.float32))

@@ -73,11 +73,11 @@ class BeamRows:
         key = (params.beam_width, num_candidates(group))
         shape = self._shapes.get(key)
         if shape is None:
-            shape = self._shapes[key] = _Shape(*key, self._runner.max_target_len + 1)
+            shape = self._shapes[key] = _Shape(*key, self._runner.facts.max_target_len + 1)
         settings = BeamSettings(
             width=params.beam_width,
             max_new_tokens=group.max_new_tokens,
-            eos_id=self._runner.eos_id,
+            eos_id=self._runner.facts.eos_id,
             stop_ids=params.stop_ids,
             forced_first_id=params.forced_first_id,
             length_penalty=params.length_penalty,

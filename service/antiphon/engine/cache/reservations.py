@@ -30,9 +30,10 @@ LOOKAHEAD_STEPS = 4
 
 def may_run_short(runner: Runner, num_rows: int) -> bool:
     """Return whether num_rows rows could need more blocks than the pool has."""
-    source_len = runner.max_source_len if runner.has_encoder else 0
-    longest = blocks_of_longest(source_len, runner.max_target_len, runner.block_size)
-    return runner.has_decoder and runner.num_blocks < num_rows * longest
+    facts = runner.facts
+    source_len = facts.max_source_len if facts.has_encoder else 0
+    longest = blocks_of_longest(source_len, facts.max_target_len, facts.block_size)
+    return facts.has_decoder and facts.num_blocks < num_rows * longest
 
 
 def first_blocks(num_fed: int, num_self_blocks: int, block_size: int) -> int:
@@ -44,9 +45,9 @@ def empty_rows(runner: Runner, num_rows: int) -> RunningRows:
     """Return num_rows empty rows. They keep their tokens if the runner can resume a preempted row."""
     return RunningRows(
         num_rows,
-        self_width=blocks_for(runner.max_target_len, runner.block_size) if runner.has_decoder else 1,
-        cross_width=blocks_for(runner.max_source_len, runner.block_size) if runner.has_encoder else 1,
-        history_width=1 + runner.max_target_len if runner.has_decoder else 0,
+        self_width=blocks_for(runner.facts.max_target_len, runner.facts.block_size) if runner.facts.has_decoder else 1,
+        cross_width=blocks_for(runner.facts.max_source_len, runner.facts.block_size) if runner.facts.has_encoder else 1,
+        history_width=1 + runner.facts.max_target_len if runner.facts.has_decoder else 0,
     )
 
 

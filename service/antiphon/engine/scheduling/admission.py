@@ -6,8 +6,9 @@ or free blocks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from antiphon.architecture.heads import HeadConfig
 from antiphon.architecture.heads import Task as HeadTask
 from antiphon.domain.errors import InvalidArgument, InWords, Unsupported
 from antiphon.domain.limits import EngineLimits
@@ -17,46 +18,30 @@ from antiphon.engine.cache.reservations import first_blocks, may_run_short
 from antiphon.engine.sequences.sequence import SequenceGroup
 from antiphon.engine.sequences.stream import OutputStream
 from antiphon.ops.cache_geometry import blocks_for
-from antiphon.runtime.runner import Runner
+from antiphon.runtime.runner import ModelFacts, Runner
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdmissionLimits:
-    """Limits of the engine, of the model and of the pool.
-
-    has_encoder, has_decoder, heads: properties of the runner, under the same names.
-    may_run_short: requests of one row take their blocks when they need them.
-    """
+    """Limits of the engine and of the model."""
 
     engine: EngineLimits
-    vocab_size: int
-    source_vocab_size: int
-    max_source_len: int
-    max_target_len: int
-    num_blocks: int
-    block_size: int
-    has_encoder: bool
-    has_decoder: bool
-    heads: frozenset[HeadTask]
+    facts: ModelFacts
+    """Facts of the runner, with the longest source that the engine accepts, and only the heads that are tasks."""
     may_run_short: bool
+    """Requests of one row take their blocks when they need them."""
 
 
 def limits_of(runner: Runner, engine: EngineLimits) -> AdmissionLimits:
     """Return the limits of an engine with this runner; the longest source is one that the encode budget allows."""
-    max_source_len = runner.max_source_len
-    if engine.encode_budget is not None and runner.has_encoder:
+    facts, max_source_len = runner.facts, runner.facts.max_source_len
+    if engine.encode_budget is not None and facts.has_encoder:
         max_source_len = engine.encode_budget.longest_source(max_source_len)
+    # The head for embed is a part of the vector that a model declares, and no task.
+    heads: dict[HeadTask, HeadConfig] = {task: head for task, head in facts.heads.items() if task != "embed"}
     return AdmissionLimits(
         engine=engine,
-        vocab_size=runner.vocab_size,
-        source_vocab_size=runner.source_vocab_size,
-        max_source_len=max_source_len,
-        max_target_len=runner.max_target_len,
-        num_blocks=runner.num_blocks,
-        block_size=runner.block_size,
-        has_encoder=runner.has_encoder,
-        has_decoder=runner.has_decoder,
-        heads=frozenset(runner.heads) - {"embed"},  # a part of the vector that a model declares, and no task
+        facts=replace(facts, max_source_len=max_source_len, heads=heads),
         may_run_short=may_run_short(runner, engine.max_num_seqs),
     )
 
@@ -66,11 +51,12 @@ def admit(request: Request, stream: OutputStream, limits: AdmissionLimits) -> Se
 
     Raises InvalidArgument for a request that could not run even alone, Unsupported for one that the graphs cannot run.
     """
+    facts = limits.facts
     check_ability(request.task, request.pooling, limits)
     _check_source(request, limits)
     _check_rows(request, limits)
     num_rows, num_slots, max_new_tokens = _needs(request, limits)
-    num_self_blocks = blocks_for(num_slots, limits.block_size)
+    num_self_blocks = blocks_for(num_slots, facts.block_size)
     grows = limits.may_run_short and request.task is Task.GENERATE and num_rows == 1
     num_fed = 1 + len(request.prefix_ids)
     group = SequenceGroup(
@@ -79,12 +65,12 @@ def admit(request: Request, stream: OutputStream, limits: AdmissionLimits) -> Se
         max_new_tokens=max_new_tokens,
         num_rows=num_rows,
         num_self_blocks=num_self_blocks,
-        num_cross_blocks=blocks_for(len(request.source_ids), limits.block_size) if limits.has_decoder else 0,
-        num_first_blocks=first_blocks(num_fed, num_self_blocks, limits.block_size) if grows else num_self_blocks,
+        num_cross_blocks=blocks_for(len(request.source_ids), facts.block_size) if facts.has_decoder else 0,
+        num_first_blocks=first_blocks(num_fed, num_self_blocks, facts.block_size) if grows else num_self_blocks,
         grows=grows,
         can_pause=request.task is Task.GENERATE and request.params.beam_width == 1,
     )
-    if group.max_blocks > limits.num_blocks:
+    if group.max_blocks > facts.num_blocks:
         raise _too_large(group, limits)
     return group
 
@@ -92,28 +78,28 @@ def admit(request: Request, stream: OutputStream, limits: AdmissionLimits) -> Se
 def check_ability(task: Task, pooling: Pooling, limits: AdmissionLimits) -> None:
     """Raise Unsupported if the model can never do this task; the error names the tasks that it can do."""
     if task in (Task.GENERATE, Task.SCORE):
-        if not limits.has_decoder:
+        if not limits.facts.has_decoder:
             raise Unsupported(
                 f"this is an encoder-only model, which generates nothing; it gives embeddings{_listed(limits)}"
             )
         return
-    if not limits.has_encoder:
+    if not limits.facts.has_encoder:
         raise Unsupported("this is a decoder-only model, which encodes nothing; it generates and scores")
     head = head_of(task, pooling)
-    if head is not None and head not in limits.heads:
+    if head is not None and head not in limits.facts.heads:
         raise Unsupported(f"this model has no {head} head; it gives embeddings{_listed(limits)}")
 
 
 def _listed(limits: AdmissionLimits) -> str:
-    return f" and has the heads {', '.join(sorted(limits.heads))}" if limits.heads else " and has no heads"
+    return f" and has the heads {', '.join(sorted(limits.facts.heads))}" if limits.facts.heads else " and has no heads"
 
 
 def _check_source(request: Request, limits: AdmissionLimits) -> None:
-    if limits.has_encoder:
-        check_tokens("source", request.source_ids, 1, limits.max_source_len, limits.source_vocab_size)
+    if limits.facts.has_encoder:
+        check_tokens("source", request.source_ids, 1, limits.facts.max_source_len, limits.facts.source_vocab_size)
         return
     prompt_ids = request.decoder_input_ids(0)[: request.num_prompt_ids]
-    check_tokens("source", prompt_ids, 1, limits.max_source_len, limits.source_vocab_size)
+    check_tokens("source", prompt_ids, 1, limits.facts.max_source_len, limits.facts.source_vocab_size)
 
 
 def _needs(request: Request, limits: AdmissionLimits) -> tuple[int, int, int]:
@@ -121,19 +107,19 @@ def _needs(request: Request, limits: AdmissionLimits) -> tuple[int, int, int]:
     if not request.has_target:
         return 0, 0, 0
     # A prompt counts as part of the target; the begin token of an encoder-decoder does not.
-    num_given = len(request.prefix_ids) if limits.has_encoder else 1 + len(request.prefix_ids)
+    num_given = len(request.prefix_ids) if limits.facts.has_encoder else 1 + len(request.prefix_ids)
     if request.task is Task.SCORE:
         # The last token is scored and never fed, so a target of the maximum length has room for the begin token.
-        room = limits.max_target_len - num_given
-        check_tokens("target", request.target_ids, 1, room, limits.vocab_size)
+        room = limits.facts.max_target_len - num_given
+        check_tokens("target", request.target_ids, 1, room, limits.facts.vocab_size)
         return 1, len(request.prefix_ids) + len(request.target_ids), 1
     # There must be room for at least one generated token.
     prefix_ids = request.prefix_ids[max(0, request.num_prompt_ids - 1) :]
-    longest = limits.max_target_len - 1 - (num_given - len(prefix_ids))
-    check_tokens("prefix", prefix_ids, 0, longest, limits.vocab_size)
-    room = limits.max_target_len - num_given
+    longest = limits.facts.max_target_len - 1 - (num_given - len(prefix_ids))
+    check_tokens("prefix", prefix_ids, 0, longest, limits.facts.vocab_size)
+    room = limits.facts.max_target_len - num_given
     max_new_tokens = min(request.params.max_new_tokens or room, room)
-    num_slots = min(1 + len(request.prefix_ids) + max_new_tokens, limits.max_target_len)
+    num_slots = min(1 + len(request.prefix_ids) + max_new_tokens, limits.facts.max_target_len)
     return request.params.num_rows, num_slots, max_new_tokens
 
 
@@ -149,14 +135,14 @@ def _check_rows(request: Request, limits: AdmissionLimits) -> None:
 def _too_large(group: SequenceGroup, limits: AdmissionLimits) -> InvalidArgument:
     request, rows = group.request, max(1, group.num_rows)
     prefix_len = len(request.prefix_ids) - max(0, request.num_prompt_ids - 1)
-    room_blocks = (limits.num_blocks - group.num_cross_blocks) // rows
-    room = room_blocks * limits.block_size - 1 - len(request.prefix_ids)
+    room_blocks = (limits.facts.num_blocks - group.num_cross_blocks) // rows
+    room = room_blocks * limits.facts.block_size - 1 - len(request.prefix_ids)
     asked_len = InWords(f"{request.num_source_tokens} tokens long")
     if room_blocks < 1:
-        longest = (limits.num_blocks - rows) * limits.block_size
+        longest = (limits.facts.num_blocks - rows) * limits.facts.block_size
         return InvalidArgument("source", asked_len, f"at most {longest} tokens long")
     if request.num_prompt_ids and room + prefix_len < 1:
-        return InvalidArgument("source", asked_len, f"at most {room_blocks * limits.block_size - 1} tokens long")
+        return InvalidArgument("source", asked_len, f"at most {room_blocks * limits.facts.block_size - 1} tokens long")
     if request.task is Task.SCORE:
         held = len(request.target_ids)
         return InvalidArgument("target", InWords(f"{held} tokens long"), f"at most {room + 1} tokens long")

@@ -31,7 +31,8 @@ def may_encode_early(runner: Runner, limits: EngineLimits, num_waiting: int, *, 
     With few requests in the queue, early ones could wait in one lane while another lane has free rows. Between several
     callers, the order of service would have to include requests that have left the queue.
     """
-    return runner.has_encoder and runner.has_decoder and 2 * num_waiting > limits.max_num_seqs and not is_contended
+    facts = runner.facts
+    return facts.has_encoder and facts.has_decoder and 2 * num_waiting > limits.max_num_seqs and not is_contended
 
 
 def early_groups(

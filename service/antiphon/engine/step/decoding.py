@@ -61,7 +61,7 @@ class Decoding:
 
     def _commit(self, samples: Samples) -> tuple[tuple[TokenSink, ...], list[Item]]:
         """End the outputs that are finished; returns the other rows' sinks and tokens."""
-        committed = commit(self._rows, samples, self._runner.eos_id)
+        committed = commit(self._rows, samples, self._runner.facts.eos_id)
         # From the last row down, so that the row that moves into a freed one is a row that continues.
         for ended in committed.ended:
             self._endings.end_output(ended)

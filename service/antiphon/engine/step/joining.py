@@ -41,7 +41,7 @@ class Joining:
         self._parts.queue.put_back(group)
 
     def _start_pending(self) -> None:
-        for group in self._state.turns.start_pending(self._parts.runner.bos_id):
+        for group in self._state.turns.start_pending(self._parts.runner.facts.bos_id):
             self._state.beams.add(group)
 
     def _admit(self) -> None:
@@ -87,7 +87,7 @@ class Joining:
         group.state, group.lane = SequenceState.ENCODING, state.index
         if group.admitted_s is None:
             group.ticket, group.admitted_s = next(parts.tickets), now_s
-            group.sequences = sequences_of(group, parts.runner.bos_id, parts.runner.eos_id)
+            group.sequences = sequences_of(group, parts.runner.facts.bos_id, parts.runner.facts.eos_id)
             parts.metrics.admitted(now_s - group.request.arrival_s, group.request.trace_id)
         group.take_first_rows(0 if is_early else group.num_first_rows)
         state.reservations.take(group)
@@ -95,7 +95,7 @@ class Joining:
 
     def _start(self, groups: tuple[SequenceGroup, ...]) -> None:
         """Encode the groups' sources if the model has an encoder, and give the groups their rows."""
-        if self._parts.runner.has_encoder:
+        if self._parts.runner.facts.has_encoder:
             self._encode(groups)
             return
         self._parts.metrics.prompted(sum(group.request.num_source_tokens for group in groups))
@@ -138,7 +138,7 @@ class Joining:
         joining = [group for group in groups if group.state is not SequenceState.FINISHED]
         for group in joining:
             group.state = SequenceState.RUNNING
-        state.rows.append((one for group in joining for one in group.starting), self._parts.runner.bos_id)
+        state.rows.append((one for group in joining for one in group.starting), self._parts.runner.facts.bos_id)
         for group in joining:
             state.turns.started(group)
             if group.is_beam_search and group.starting:

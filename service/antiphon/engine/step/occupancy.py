@@ -13,7 +13,7 @@ class Occupancy:
         self._pool = parts.pool
         self._state = state
         self._lanes = parts.lanes
-        self._bytes_per_token = parts.runner.cache_bytes_per_token
+        self._bytes_per_token = parts.runner.facts.cache_bytes_per_token
         self._reported: tuple[int, int, int] | None = None
         self.report()  # before the first request: a gauge of 0 free blocks would look like a full cache
 

@@ -100,15 +100,15 @@ def describe(
     config, text = manifest.model, manifest.text
     model = pb.Model(
         name=manifest.name,
-        precision=_PRECISIONS[runner.precision],
+        precision=_PRECISIONS[runner.facts.precision],
         vocabulary_size=config.vocab_size,
         limits=pb.Limits(
             max_source_len=max_source_len,
-            max_target_len=runner.max_target_len,
+            max_target_len=runner.facts.max_target_len,
             max_message_bytes=max_message_bytes,
             max_text_bytes=max_text_bytes,
         ),
-        device=pb.DEVICE_CUDA if runner.lowering == "cuda" else pb.DEVICE_CPU,
+        device=pb.DEVICE_CUDA if runner.facts.lowering == "cuda" else pb.DEVICE_CPU,
         architecture=_ARCHITECTURES[config.architecture],
         tasks=[
             pb.TaskDescription(task=_TASKS[head.task], labels=head.labels)
@@ -118,11 +118,11 @@ def describe(
         languages=sorted(text.languages),
         mask_token="" if text.mask_id is None else tokenizer.piece(text.mask_id),
     )
-    if runner.has_decoder:
+    if runner.facts.has_decoder:
         model.default_options.CopyFrom(default_options(manifest.generation))
-        model.cache.block_tokens = runner.block_size
-        model.cache.block_bytes = runner.block_size * runner.cache_bytes_per_token
-        model.cache.num_blocks = runner.num_blocks
+        model.cache.block_tokens = runner.facts.block_size
+        model.cache.block_bytes = runner.facts.block_size * runner.facts.cache_bytes_per_token
+        model.cache.num_blocks = runner.facts.num_blocks
     if manifest.provenance is not None:
         model.provenance.source = manifest.provenance.source
         model.provenance.licence = manifest.provenance.licence

@@ -22,14 +22,13 @@ from antiphon.ops.workspace import Workspace
 from antiphon.runtime.cuda.cuda_graph import CudaGraph, bytes_of, element_of
 from antiphon.runtime.cuda.decoder import Bounds, CudaDecoder, Pool
 from antiphon.runtime.cuda.encoder import CudaEncoder, read_floats
-from antiphon.runtime.model_limits import DecodingModel, EncodingModel
-from antiphon.runtime.runner import DecodeBatch, EncodeReport, Samples
+from antiphon.runtime.runner import DecodeBatch, EncodeReport, PartialRunner, Samples, facts_of, head_widths
 
 # Of the memory that is free once the weights are loaded; the rest is for workspace.
 _POOL_SHARE = 0.8
 
 
-class CudaRunner(DecodingModel):
+class CudaRunner(PartialRunner):
     """The encoder and decoder graphs of one bundle, or a decoder-only model, over one pool of cache blocks on a device.
 
     device: with loaded kernels. num_blocks: size of the pool; None is enough for max_rows of the longest sequences, as
@@ -51,7 +50,6 @@ class CudaRunner(DecodingModel):
         goes_ahead: bool = True,
     ) -> None:
         model, graphs = bundle.manifest.model, bundle.graph_set(precision, "cuda")
-        super().__init__(model, graphs, max_rows)
         self._device = device
         device.use()  # this may be another thread than the one that runs steps
         self.workspace = Workspace(is_own=True)  # of the processor, which computes nothing
@@ -67,24 +65,26 @@ class CudaRunner(DecodingModel):
             if name is not None
         }
         axes = cuda_pool_axes(model)
-        self._block_bytes = int(np.prod(axes)) * bytes_of(self.precision)
-        self.cache_bytes_per_token = self._block_bytes // BLOCK_SIZE
+        self._block_bytes = int(np.prod(axes)) * bytes_of(graphs.precision)
         longest = blocks_of_longest(*model.longest_cached, BLOCK_SIZE)
-        self.num_blocks = num_blocks or self._blocks_that_fit(max_rows * longest, longest)
-        self._memory = device.allocate(self.num_blocks * self._block_bytes)
-        pool = Pool(address=self._memory.address, shape=(self.num_blocks, *axes), element=element_of(self.precision))
+        num_blocks = num_blocks or self._blocks_that_fit(max_rows * longest, longest)
+        cache_bytes_per_token = self._block_bytes // BLOCK_SIZE
+        self.facts = facts_of(
+            model, graphs, max_rows=max_rows, num_blocks=num_blocks, cache_bytes_per_token=cache_bytes_per_token
+        )
+        self._memory = device.allocate(num_blocks * self._block_bytes)
+        pool = Pool(address=self._memory.address, shape=(num_blocks, *axes), element=element_of(graphs.precision))
+        has_encoder = self.facts.has_encoder
         bounds = Bounds(
             max_rows=max_rows,
-            num_blocks=self.num_blocks,
-            vocab_size=self.vocab_size,
+            num_blocks=num_blocks,
+            vocab_size=model.vocab_size,
             max_target_len=model.max_target_len,
-            max_source_len=model.max_source_len if self.has_encoder else 0,
-            has_encoder=self.has_encoder,
+            max_source_len=model.max_source_len if has_encoder else 0,
+            has_encoder=has_encoder,
         )
         self._decoder = CudaDecoder(opened["decoder"], device, pool, bounds, goes_ahead=goes_ahead)
-        self._encoder = (
-            CudaEncoder(opened["encoder"], device, model, self.precision, pool) if self.has_encoder else None
-        )
+        self._encoder = CudaEncoder(opened["encoder"], device, model, graphs.precision, pool) if has_encoder else None
 
     @property
     def num_ahead(self) -> int:
@@ -125,8 +125,8 @@ class CudaRunner(DecodingModel):
     def copy_blocks(self, sources: NDArray[np.int32], targets: NDArray[np.int32]) -> None:
         """Copy blocks of the pool. Raises ValueError for a block outside it."""
         for block in (*sources.tolist(), *targets.tolist()):
-            if not 0 <= block < self.num_blocks:
-                raise ValueError(f"block {block} is not of this pool of {self.num_blocks}")
+            if not 0 <= block < self.facts.num_blocks:
+                raise ValueError(f"block {block} is not of this pool of {self.facts.num_blocks}")
         self._device.use()
         for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
             start, size = self._memory.address, self._block_bytes
@@ -144,7 +144,7 @@ class CudaRunner(DecodingModel):
         return min(wanted, fitting)
 
 
-class CudaEncoderRunner(EncodingModel):
+class CudaEncoderRunner(PartialRunner):
     """The encoder graph and the heads of one bundle on a device.
 
     max_rows: maximum number of sources in a step. device, memory_limit_bytes: as in CudaRunner.
@@ -161,7 +161,8 @@ class CudaEncoderRunner(EncodingModel):
         memory_limit_bytes: int | None = None,
     ) -> None:
         model, graphs = bundle.manifest.model, bundle.graph_set(precision, "cuda")
-        super().__init__(model, graphs, max_rows)
+        self.facts = facts_of(model, graphs, max_rows=max_rows)
+        self._precision, self._widths = graphs.precision, head_widths(model)
         self._device = device
         device.use()  # this may be another thread than the one that runs steps
         self.workspace = Workspace(is_own=True)  # of the processor, which computes nothing
@@ -170,8 +171,8 @@ class CudaEncoderRunner(EncodingModel):
             return CudaGraph(bundle.file(name), part, device, captures=False, memory_limit_bytes=memory_limit_bytes)
 
         encoder = opened(graphs.encoder_file, "encoder")
-        self._encoder = CudaEncoder(encoder, device, model, self.precision, pool=None)
-        self._head_graphs = {task: opened(graphs.heads[task], f"{task} head") for task in self.heads}
+        self._encoder = CudaEncoder(encoder, device, model, graphs.precision, pool=None)
+        self._head_graphs = {task: opened(graphs.heads[task], f"{task} head") for task in self.facts.heads}
 
     def encode(
         self,
@@ -203,17 +204,17 @@ class CudaEncoderRunner(EncodingModel):
         """Return outputs [K, Op]."""
         graph = self._head_graphs[task]
         padded = -(-self._widths[task] // BLOCK_SIZE) * BLOCK_SIZE
-        given = as_elements(states, self.precision)
+        given = as_elements(states, self._precision)
         pinned = self._device.allocate_pinned(given.nbytes)
         pinned.array[: given.nbytes] = given.view(np.uint8).ravel()
         hidden = self._device.allocate(given.nbytes)
-        outputs = self._device.allocate(len(states) * padded * bytes_of(self.precision))
+        outputs = self._device.allocate(len(states) * padded * bytes_of(self._precision))
         self._device.copy_in(hidden.address, pinned.address, given.nbytes)
-        bound, element = graph.bind(), element_of(self.precision)
+        bound, element = graph.bind(), element_of(self._precision)
         bound.bind_input("hidden", element, states.shape, hidden.address)
         bound.bind_output("outputs", element, (len(states), padded), outputs.address)
         graph.run(bound)
-        return read_floats(self._device, outputs.address, (len(states), padded), self.precision)
+        return read_floats(self._device, outputs.address, (len(states), padded), self._precision)
 
 
 def as_elements(values: NDArray[np.float32], precision: Precision) -> NDArray[np.generic]:

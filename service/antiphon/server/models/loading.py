@@ -136,7 +136,7 @@ def _open(
         _warm_up(bundle, graphs, one)
     description = _described(bundle, runner, tokenizer, limits, plan)
     description.name = name
-    explainer = Explainer(bundle, precision=runner.precision)
+    explainer = Explainer(bundle, precision=runner.facts.precision)
     positions = bundle.manifest.positions
     model = ModelInfo(
         description=description,
@@ -144,7 +144,7 @@ def _open(
         text=bundle.manifest.text,
         config=bundle.manifest.model,
         explainer=explainer if explainer.is_available else None,
-        scorer=_scorer(bundle, graphs, plan) if runner.has_decoder else None,
+        scorer=_scorer(bundle, graphs, plan) if runner.facts.has_decoder else None,
         read_position_tables=None if positions is None else partial(read_position_tables, bundle.file(positions)),
         generation=bundle.manifest.generation,
     )
@@ -153,7 +153,7 @@ def _open(
     engine = Engine(runner, limits, metrics, further=further)
     return LoadedModel(
         name=name,
-        precision=runner.precision,
+        precision=runner.facts.precision,
         servicer=InferenceServicer(model, engine, shared.pacing, shared.long_texts),
         engine=engine,
         description=description,
@@ -175,7 +175,9 @@ def _scorer(bundle: Bundle, graphs: GraphSet, plan: ModelPlan) -> NextTokenScore
 
 def _device_memory(bundle: Bundle, graphs: GraphSet, runner: AnyRunner) -> ModelMemory:
     """Return the bytes of a GPU that a model holds; the workspace is not known before its first runs."""
-    cache_bytes = runner.num_blocks * block_bytes_of(bundle.manifest.model, graphs) if runner.num_blocks else 0
+    cache_bytes = (
+        runner.facts.num_blocks * block_bytes_of(bundle.manifest.model, graphs) if runner.facts.num_blocks else 0
+    )
     return ModelMemory(weight_bytes=weight_bytes(bundle, graphs), cache_bytes=cache_bytes, workspace_bytes=0)
 
 
@@ -192,7 +194,7 @@ def _metrics(metrics: Metrics, bundle: Bundle, graphs: GraphSet, memory: ModelMe
 def _described(
     bundle: Bundle, runner: AnyRunner, tokenizer: Tokenizer, limits: EngineLimits, plan: ModelPlan
 ) -> pb.Model:
-    longest = limits_of(runner, limits).max_source_len
+    longest = limits_of(runner, limits).facts.max_source_len
     try:
         return describe(
             bundle,

@@ -354,7 +354,7 @@ def _evaluate_bundle(args: argparse.Namespace, test_set: TestSet) -> list[Score]
     def decode(sources: Sequence[list[int]]) -> list[list[int]]:
         return asyncio.run(run_engine(runner, sources, params, languages))
 
-    return [score_system(f"antiphon {runner.precision}", decode, reader, test_set, args.output)]
+    return [score_system(f"antiphon {runner.facts.precision}", decode, reader, test_set, args.output)]
 
 
 def _params(args: argparse.Namespace) -> SamplingParams:

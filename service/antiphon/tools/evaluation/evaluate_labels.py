@@ -112,7 +112,7 @@ class _Reading:
 
     @property
     def _system(self) -> str:
-        return f"antiphon {self._runner.precision}"
+        return f"antiphon {self._runner.facts.precision}"
 
     def _best(self, outputs: EncoderOutputs) -> list[str]:
         return [self._labels[best] for best in outputs.values.argmax(axis=1).tolist()]

@@ -79,7 +79,7 @@ def evaluate_texts(bundle: Bundle, runner: AnyRunner, texts: Sequence[str]) -> T
     )
     num_tokens = sum(len(piece) - 1 for piece in pieces)
     return TextScore(
-        system=f"antiphon {runner.precision}",
+        system=f"antiphon {runner.facts.precision}",
         perplexity=math.exp(loss.nats / num_tokens),
         nats_per_character=loss.nats_per_character,
         bits_per_byte=loss.bits_per_byte,

@@ -24,7 +24,7 @@ async def answer_all(runner: AnyRunner, requests: Sequence[Request], *, unit: st
     unit: unit of the progress bar. Raises the error with which the engine refuses a request: QueueFull above 750,000
     requests, since the last quarter of a queue is reserved for other clients.
     """
-    limits = EngineLimits.for_offline_work(runner.max_rows)
+    limits = EngineLimits.for_offline_work(runner.facts.max_rows)
     engine = Engine(runner, limits, Metrics(MetricFamilies(CollectorRegistry()), "offline"))
     engine.start()
     try:

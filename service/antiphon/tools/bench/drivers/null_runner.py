@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from antiphon.architecture.heads import EmbeddingConfig, HeadConfig
 from antiphon.architecture.heads import Task as HeadTask
-from antiphon.runtime.runner import DecodeBatch, EncodeReport, Samples
+from antiphon.ops.cache_geometry import BLOCK_SIZE
+from antiphon.runtime.runner import DecodeBatch, EncodeReport, ModelFacts, Samples
 
-_FIRST_WORD_ID = 4
+_EOS_ID, _FIRST_WORD_ID = 2, 4
 
 
 class NullRunner:
@@ -21,18 +21,20 @@ class NullRunner:
     num_steps: decoder steps so far. thread_s: CPU seconds of the thread that called `decode`, at the last call.
     """
 
-    vocab_size = source_vocab_size = 8000
-    max_source_len = max_target_len = 256
-    has_encoder = has_decoder = True
-    bos_id, eos_id = 1, 2
-    block_size = 16
-    cache_bytes_per_token = 1
-    heads: Mapping[HeadTask, HeadConfig] = {}
-    embedding: EmbeddingConfig | None = None
-
     def __init__(self, max_rows: int, target_len: int) -> None:
-        self.max_rows = max_rows
-        self.num_blocks = 2 * max_rows * (self.max_source_len + self.max_target_len) // self.block_size
+        self.facts = ModelFacts(
+            max_rows=max_rows,
+            vocab_size=8000,
+            source_vocab_size=8000,
+            max_source_len=256,
+            max_target_len=256,
+            has_encoder=True,
+            has_decoder=True,
+            bos_id=1,
+            eos_id=_EOS_ID,
+            num_blocks=2 * max_rows * (256 + 256) // BLOCK_SIZE,
+            cache_bytes_per_token=1,
+        )
         self.num_steps = 0
         self.thread_s = 0.0
         self._last = target_len - 1
@@ -70,9 +72,9 @@ class NullRunner:
         width = batch.max_num_logprobs
         top_ids = np.tile(_FIRST_WORD_ID + np.arange(width), (batch.num_rows, 1))
         if width:
-            top_ids[is_last, 0] = self.eos_id
+            top_ids[is_last, 0] = _EOS_ID
         scores = np.tile(-np.arange(1, width + 1, dtype=np.float32), (batch.num_rows, 1))
-        token_ids = np.where(is_last, self.eos_id, _FIRST_WORD_ID).astype(np.int64)
+        token_ids = np.where(is_last, _EOS_ID, _FIRST_WORD_ID).astype(np.int64)
         return Samples(token_ids, np.zeros(batch.num_rows, np.float32), top_ids, scores, scores)
 
     def copy_blocks(self, sources: NDArray[np.int32], targets: NDArray[np.int32]) -> None:

@@ -33,7 +33,7 @@ class Offline:
     def __init__(self, *runners: Runner, rows: int) -> None:
         first, *further = runners
         limits = EngineLimits.for_offline_work(rows)
-        self._eos_id = first.eos_id
+        self._eos_id = first.facts.eos_id
         metrics = Metrics(MetricFamilies(CollectorRegistry()), "offline")
         self._engine = Engine(first, limits, metrics, further=further)
         self._loop = asyncio.Runner(loop_factory=uvloop.new_event_loop)

@@ -41,7 +41,7 @@ class StaticBatch:
     """Sources that are encoded and greedily decoded together. Each has its own cache blocks, numbered from 0."""
 
     def __init__(self, runner: Runner, sources: Sequence[Ids], max_new_tokens: int) -> None:
-        free, size = count(), runner.block_size
+        free, size = count(), runner.facts.block_size
         self._runner = runner
         self._sources = sources
         self._limit = max_new_tokens
@@ -61,8 +61,12 @@ class StaticBatch:
             token_ids=token_ids,
             positions=np.full(rows, position, np.int32),
             offsets=each,
-            self_tables=_table(self._self, blocks_for(self._runner.max_target_len, self._runner.block_size)),
-            cross_tables=_table(self._cross, blocks_for(self._runner.max_source_len, self._runner.block_size)),
+            self_tables=_table(
+                self._self, blocks_for(self._runner.facts.max_target_len, self._runner.facts.block_size)
+            ),
+            cross_tables=_table(
+                self._cross, blocks_for(self._runner.facts.max_source_len, self._runner.facts.block_size)
+            ),
             source_lens=self._source_lens,
             sampling=greedy_sampling(each[:-1]),
         )
@@ -72,7 +76,7 @@ class StaticBatch:
         """Encode, then decode until the last row has ended."""
         self.encode()
         rows = len(self._sources)
-        token_ids = np.full(rows, self._runner.bos_id, np.int64)
+        token_ids = np.full(rows, self._runner.facts.bos_id, np.int64)
         target_lens = np.zeros(rows, np.int32)
         has_ended = np.zeros(rows, bool)
         steps: list[NDArray[np.int64]] = []
@@ -80,7 +84,7 @@ class StaticBatch:
             token_ids = self.step(token_ids, len(steps))
             steps.append(token_ids)
             target_lens += ~has_ended
-            has_ended |= (token_ids == self._runner.eos_id) | (len(steps) >= self._limit)
+            has_ended |= (token_ids == self._runner.facts.eos_id) | (len(steps) >= self._limit)
         columns = np.stack(steps, axis=1).tolist()
         return [column[:length] for column, length in zip(columns, target_lens.tolist(), strict=True)]
 

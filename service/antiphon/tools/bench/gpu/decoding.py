@@ -39,7 +39,7 @@ class Times:
 def decode(runner: Runner, load: Load, seed: int = 0) -> tuple[Times, NDArray[np.int64]]:
     """Encode random sources and decode greedily; return the times, and the tokens [steps, rows]."""
     random = np.random.default_rng(seed)
-    sources = random.integers(4, runner.source_vocab_size, (load.rows, load.source_len)).tolist()
+    sources = random.integers(4, runner.facts.source_vocab_size, (load.rows, load.source_len)).tolist()
     blocks = np.arange(load.num_blocks, dtype=np.int32).reshape(load.rows, -1)
     cross, own = np.split(blocks, [blocks_for(load.source_len)], axis=1)
     began_s = time.perf_counter()
@@ -57,11 +57,11 @@ def decode(runner: Runner, load: Load, seed: int = 0) -> tuple[Times, NDArray[np
 
 def _first(runner: Runner, load: Load, own: NDArray[np.int32], cross: NDArray[np.int32]) -> None:
     """Decode the first token of one row, which the timed steps decode again with the same result."""
-    runner.decode(_batch(runner, np.full(1, runner.bos_id), 0, own[:1], cross[:1], load.source_len))
+    runner.decode(_batch(runner, np.full(1, runner.facts.bos_id), 0, own[:1], cross[:1], load.source_len))
 
 
 def _steps(runner: Runner, load: Load, own: NDArray[np.int32], cross: NDArray[np.int32]) -> NDArray[np.int64]:
-    batch = _batch(runner, np.full(load.rows, runner.bos_id), 0, own, cross, load.source_len)
+    batch = _batch(runner, np.full(load.rows, runner.facts.bos_id), 0, own, cross, load.source_len)
     tokens = np.empty((load.num_steps, load.rows), np.int64)
     for step in range(load.num_steps):
         tokens[step] = runner.decode(batch).token_ids
@@ -93,5 +93,5 @@ def _batch(
 def bytes_of_step(runner: Runner, load: Load, weight_bytes: int) -> int:
     """Return the bytes that a step in the middle reads at least: its weights once, and every cached token."""
     cached = load.source_len + load.num_steps // 2
-    assert runner.block_size == BLOCK_SIZE
-    return weight_bytes + load.rows * cached * runner.cache_bytes_per_token
+    assert runner.facts.block_size == BLOCK_SIZE
+    return weight_bytes + load.rows * cached * runner.facts.cache_bytes_per_token

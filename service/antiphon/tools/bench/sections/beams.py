@@ -41,7 +41,7 @@ def _of(subject: Subject, setup: Setup) -> list[Finding]:
         paced = partial(greedy, beam_width=WIDTH)
         searched = partial(paced, concurrency=len(sources))
         theirs = partial(reference.translate, prompts_of(sources), settings, limit)
-        targets = [[index for index in target if index != runners[0].eos_id] for target in searched()]
+        targets = [[index for index in target if index != runners[0].facts.eos_id] for target in searched()]
         equal = share_equal(targets, theirs()[1])
         against_ctranslate2 = alternate(lambda: timed(searched), lambda: theirs()[0], setup.repeat)
         against_greedy = alternate(lambda: timed(paced), lambda: timed(greedy), setup.repeat)

@@ -71,7 +71,7 @@ def _at_rows(
     with Offline(*runners, rows=rows) as offline:
         ours = partial(offline.translate, sources, concurrency=len(sources), max_new_tokens=limit)
         theirs = partial(reference.translate, prompts_of(sources), settings, limit)
-        equal = _share_equal(subject, ours(), theirs()[1], runners[0].eos_id)
+        equal = _share_equal(subject, ours(), theirs()[1], runners[0].facts.eos_id)
         pairs = alternate(lambda: timed(ours), lambda: theirs()[0], setup.repeat)
     case = Case(
         name="decode", case=_case(subject), rows=rows, against=str(settings), is_ctranslate2=True, equal_outputs=equal
@@ -112,6 +112,6 @@ def _quality(
         rows=rows,
         against=str(settings),
         is_ctranslate2=True,
-        equal_outputs=_share_equal(subject, ours, theirs, runners[0].eos_id),
+        equal_outputs=_share_equal(subject, ours, theirs, runners[0].facts.eos_id),
     )
     return case.finding([(scores[0], scores[1])], "BLEU", digits=2)

@@ -39,7 +39,7 @@ def _encode_subject(subject: Subject, setup: Setup) -> list[Finding]:
     reference, runner = CTranslate2Reference(subject.ctranslate2_folder), setup.runner(subject, ROWS)
     settings = reference.best(encode_candidates(ROWS, setup.threads, [len(source) for source in sources]), prompts, 1)
     ours, theirs = partial(_first_tokens, runner, sources), partial(reference.translate, prompts, settings, 1)
-    equal = share_equal([[i for i in target if i != runner.eos_id] for target in ours()], theirs()[1])
+    equal = share_equal([[i for i in target if i != runner.facts.eos_id] for target in ours()], theirs()[1])
 
     def our_run() -> Speed:
         started_s = time.perf_counter()
@@ -72,5 +72,5 @@ def _first_tokens(runner: Runner, sources: list[Ids]) -> list[Ids]:
     """Encode all sources, feed the begin token to every row and return the first token of each target."""
     batch = StaticBatch(runner, sources, max_new_tokens=1)
     batch.encode()
-    drawn = batch.step(np.full(len(sources), runner.bos_id, np.int64), 0)
+    drawn = batch.step(np.full(len(sources), runner.facts.bos_id, np.int64), 0)
     return [[token_id] for token_id in drawn.tolist()]

@@ -31,13 +31,13 @@ def sampling(setup: Setup) -> list[Finding]:
 def _of(subject: Subject, setup: Setup) -> list[Finding]:
     rows = max(setup.rows) if setup.rows else ROWS
     runner = setup.runner(subject, rows)
-    source, longest = subject.sources(1)[0], runner.max_target_len - 1
+    source, longest = subject.sources(1)[0], runner.facts.max_target_len - 1
     plain = SamplingParams(
         temperature=TEMPERATURE, seed=1, num_return_sequences=rows, ignore_eos=True, max_new_tokens=longest
     )
     findings = []
     with Offline(runner, rows=rows) as offline:
-        for name, changes in filters_of(runner.vocab_size).items():
+        for name, changes in filters_of(runner.facts.vocab_size).items():
             filtered = dataclasses.replace(plain, **changes)
             pairs = alternate(
                 partial(timed, partial(offline.sample, source, filtered)),
