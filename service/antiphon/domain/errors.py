@@ -177,12 +177,12 @@ class Loading(Unavailable):
 
 def refusal_reasons() -> list[str]:
     """Return every ErrorInfo reason, in alphabetical order."""
-    found, kinds = set(), [AntiphonError]
+    reasons, kinds = set(), [AntiphonError]
     while kinds:
         kind = kinds.pop()
-        found.add(kind.reason)
+        reasons.add(kind.reason)
         kinds += kind.__subclasses__()
-    return sorted(found)
+    return sorted(reasons)
 
 
 class EngineFault(AntiphonError):

@@ -143,9 +143,9 @@ def types_of(type_ids: Sequence[Sequence[int]], lengths: NDArray[np.int64]) -> N
     """Return the token types [N]; 0 for sources without types."""
     types = np.zeros(int(lengths.sum()), np.int64)
     first = 0
-    for length, given in zip(lengths.tolist(), type_ids, strict=False):
-        if given:
-            types[first : first + length] = given
+    for length, source_types in zip(lengths.tolist(), type_ids, strict=False):
+        if source_types:
+            types[first : first + length] = source_types
         first += length
     return types
 

@@ -39,7 +39,7 @@ def read_out(requests: Sequence[Request], memory: NDArray[np.float32], runner: R
     memory [N, M]: the encoder output of every request's source, one after the other.
     Raises ValueError if a head's outputs are not finite, and the errors of the runner.
     """
-    found: dict[str, EncoderOutputs] = {}
+    results: dict[str, EncoderOutputs] = {}
     places: dict[HeadTask, list[_Place]] = {}
     declared: list[tuple[Request, NDArray[np.float64]]] = []
     first = 0
@@ -50,12 +50,12 @@ def read_out(requests: Sequence[Request], memory: NDArray[np.float32], runner: R
         elif request.pooling is Pooling.DECLARED and runner.facts.embedding is not None:
             declared.append((request, pool(memory[first:end], runner.facts.embedding.poolings)))
         elif request.task is Task.EMBED:
-            found[request.request_id] = _vector(memory[first:end], request)
+            results[request.request_id] = _vector(memory[first:end], request)
         first = end
-    found |= _embed(declared, runner)
+    results |= _embed(declared, runner)
     for task, of_task in places.items():
-        found |= _read_head(task, of_task, memory, runner)
-    return found
+        results |= _read_head(task, of_task, memory, runner)
+    return results
 
 
 def top_of(scores: NDArray[np.float64], count: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
@@ -81,13 +81,13 @@ def _embed(pooled: Sequence[tuple[Request, NDArray[np.float64]]], runner: Runner
     vectors = np.stack([vector for _, vector in pooled])
     if "embed" in runner.facts.heads:
         vectors = _finite("embed", runner.run_head("embed", vectors.astype(np.float32))).astype(np.float64)
-    found: dict[str, EncoderOutputs] = {}
+    results: dict[str, EncoderOutputs] = {}
     for (request, _), vector in zip(pooled, vectors, strict=True):
         values = finished(vector, runner.facts.embedding)
-        found[request.request_id] = EncoderOutputs(
+        results[request.request_id] = EncoderOutputs(
             (normalized(values) if request.normalize else values).astype(np.float32)
         )
-    return found
+    return results
 
 
 def _finite(task: HeadTask, outputs: NDArray[np.float32]) -> NDArray[np.float32]:

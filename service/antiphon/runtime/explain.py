@@ -60,9 +60,9 @@ class Explainer:
     def longest_target(self, source_len: int) -> int:
         """Return the largest number of decoder tokens whose weights, with a source's, are at most MAX_WEIGHTS."""
         model = self._bundle.manifest.model
-        left = (MAX_WEIGHTS // model.num_heads - model.encoder_layers * source_len**2) // model.decoder_layers
-        # The positive root of T^2 + source_len * T = left.
-        return (math.isqrt(source_len**2 + 4 * left) - source_len) // 2 if left > 0 else 0
+        room = (MAX_WEIGHTS // model.num_heads - model.encoder_layers * source_len**2) // model.decoder_layers
+        # The positive root of T^2 + source_len * T = room.
+        return (math.isqrt(source_len**2 + 4 * room) - source_len) // 2 if room > 0 else 0
 
     def explain(
         self, source_ids: Sequence[int] = (), target_ids: Sequence[int] = (), type_ids: Sequence[int] = ()
@@ -93,27 +93,25 @@ class Explainer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Edits:
-    """Edits of single tokens before the next token is sampled, as SamplingArrays describes them.
-
-    ids [E] int32, values [E, 3] float32. is_exclusive: every token without an edit is forbidden.
-    """
+    """Edits of single tokens before the next token is sampled, as SamplingArrays describes them."""
 
     ids: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
+    """[E]"""
     values: NDArray[np.float32] = field(default_factory=lambda: np.zeros((0, 3), np.float32))
+    """[E, 3]"""
     is_exclusive: bool = False
+    """Every token without an edit is forbidden."""
 
 
 @dataclass(frozen=True, slots=True)
 class NextScores:
-    """Scores of the next token.
-
-    logprobs [V] float32: natural log-probabilities under the model; -inf where the logit is -inf.
-    scores [V] float32: edited logits, minus the logarithm of the sum of the model's exp(logit); -inf for a forbidden
-        token. Where nothing is edited, they are equal to logprobs.
-    """
+    """Scores of the next token."""
 
     logprobs: NDArray[np.float32]
+    """[V]: natural log-probabilities under the model; -inf where the logit is -inf."""
     scores: NDArray[np.float32]
+    """[V]: edited logits, minus the logarithm of the sum of the model's exp(logit); -inf for a forbidden token. Where
+    nothing is edited, they are equal to logprobs."""
 
 
 class NextTokenScorer:
@@ -186,11 +184,11 @@ def _sampling(pick: int, edits: Edits, vocab_size: int) -> SamplingArrays:
 def _scores_of(samples: Samples, vocab_size: int) -> NextScores:
     if samples.token_ids[0] == NOT_FINITE:
         raise GraphError("the decoder's scores of the next token are not finite")
-    found = np.full((2, vocab_size), -np.inf, np.float32)
+    scores = np.full((2, vocab_size), -np.inf, np.float32)
     for row, values in enumerate((samples.top_logprobs[0], samples.top_scores[1])):
         is_candidate = samples.top_ids[row] >= 0
-        found[row, samples.top_ids[row][is_candidate]] = values[is_candidate]
-    return NextScores(*found)
+        scores[row, samples.top_ids[row][is_candidate]] = values[is_candidate]
+    return NextScores(*scores)
 
 
 PositionKind = Literal["none", "sinusoidal", "learned", "relative", "rotary", "alibi", "disentangled"]
@@ -234,13 +232,13 @@ def position_encodings(config: ModelConfig, num_positions: int, tables: Mapping[
     num_positions: P, at most `longest_described`. tables: those of bundle/position_tables.py, empty if the bundle has
     none. Raises Unsupported if one of them is needed and missing.
     """
-    found = []
+    encodings = []
     for part in config.parts:
         if config.disentangled is None or config.positions != "none":
-            found.append(_encoding(config, part, num_positions, tables))
+            encodings.append(_encoding(config, part, num_positions, tables))
         if config.disentangled is not None:
-            found.append(_disentangled(part, num_positions, tables))
-    return found
+            encodings.append(_disentangled(part, num_positions, tables))
+    return encodings
 
 
 def _encoding(config: ModelConfig, part: Part, num_positions: int, tables: Mapping[str, Floats]) -> PositionEncoding:

@@ -175,7 +175,7 @@ def _rows_per_s(runners: Sequence[Runner], num_rows: int) -> float:
         for _ in range(_NUM_STEPS):
             runner.decode(batch)
 
-    threads = [threading.Thread(target=decode, args=one) for one in zip(runners, batches, strict=True)]
+    threads = [threading.Thread(target=decode, args=arguments) for arguments in zip(runners, batches, strict=True)]
     for thread in threads:
         thread.start()
     start.wait()
@@ -187,7 +187,7 @@ def _rows_per_s(runners: Sequence[Runner], num_rows: int) -> float:
 
 def _batch(runner: Runner, rows: np.ndarray[tuple[int], np.dtype[np.int32]]) -> DecodeBatch:
     """Return one step of rows that attend to a source of one token and to themselves, each in blocks of its own."""
-    num_rows, each = len(rows), np.arange(len(rows), dtype=np.int32)
+    num_rows, samples = len(rows), np.arange(len(rows), dtype=np.int32)
     return DecodeBatch(
         token_ids=np.full(num_rows, runner.facts.bos_id, np.int64),
         positions=np.zeros(num_rows, np.int32),
@@ -195,5 +195,5 @@ def _batch(runner: Runner, rows: np.ndarray[tuple[int], np.dtype[np.int32]]) -> 
         self_tables=2 * rows[:, None] + 1,
         cross_tables=2 * rows[:, None],
         source_lens=np.full(num_rows, int(runner.facts.has_encoder), np.int32),
-        sampling=greedy_sampling(each),
+        sampling=greedy_sampling(samples),
     )

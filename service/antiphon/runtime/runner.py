@@ -58,26 +58,25 @@ class EncodeReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeBatch:
-    """Packed batch of the new tokens of rows 0 .. R-1, and sampling parameters for the tokens after some of them.
-
-    token_ids [N] int64, positions [N] int32: target tokens to feed and their positions, rows one after the other.
-    offsets [R+1] int32: row r feeds tokens offsets[r] .. offsets[r+1]-1, at least one.
-    self_tables [R, X], cross_tables [R, Y] int32: block b of a row contains its positions block_size * b and following;
-        entries beyond its length are ignored. Rows can share blocks, except a block that one of them writes in this
-        step.
-    source_lens [R] int32: tokens of each row's source.
-    sampling: where it is the same object as in the step before, its arrays, edits included, are the same too.
-    max_num_logprobs: the largest num_logprobs of sampling, at least 0: the width of the candidates in Samples.
-    """
+    """Packed batch of the new tokens of rows 0 .. R-1, and sampling parameters for the tokens after some of them."""
 
     token_ids: NDArray[np.int64]
+    """[N]: target tokens to feed, rows one after the other."""
     positions: NDArray[np.int32]
+    """[N]: their positions."""
     offsets: NDArray[np.int32]
+    """[R+1]: row r feeds tokens offsets[r] .. offsets[r+1]-1, at least one."""
     self_tables: NDArray[np.int32]
+    """[R, X]: block b of a row contains its positions block_size * b and following; entries beyond its length are
+    ignored. Rows can share blocks, except a block that one of them writes in this step."""
     cross_tables: NDArray[np.int32]
+    """[R, Y]: the same for the row's source."""
     source_lens: NDArray[np.int32]
+    """[R]: tokens of each row's source."""
     sampling: SamplingArrays
+    """Where it is the same object as in the step before, its arrays, edits included, are the same too."""
     max_num_logprobs: int = 0
+    """The largest num_logprobs of sampling, at least 0: the width of the candidates in Samples."""
 
     @property
     def num_tokens(self) -> int:

@@ -217,8 +217,8 @@ def _can_go_ahead(batch: DecodeBatch, bounds: Bounds) -> bool:
     return bool(has_room and not needs_host)
 
 
-def _is_prefix(table: NDArray[np.int32], held: NDArray[np.int32], rows: int) -> bool:
-    return np.array_equal(table, held[:rows, : table.shape[1]])
+def _is_prefix(table: NDArray[np.int32], earlier: NDArray[np.int32], rows: int) -> bool:
+    return np.array_equal(table, earlier[:rows, : table.shape[1]])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

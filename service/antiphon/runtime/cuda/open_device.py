@@ -44,8 +44,8 @@ def _opened(kernels: Path) -> CudaDevice:
         description = describe()
         architecture = description.architecture
         if architecture not in ARCHITECTURES:
-            known = ", ".join(f"sm_{one}" for one in ARCHITECTURES)
-            raise DeviceError(f"{description.name} is sm_{architecture}; there are kernels for {known}")
+            supported = ", ".join(f"sm_{number}" for number in ARCHITECTURES)
+            raise DeviceError(f"{description.name} is sm_{architecture}; there are kernels for {supported}")
         library = kernels / library_name(architecture)
         if not library.is_file():
             raise DeviceError(f"{library} is missing; `make kernels` compiles it, and the wheel of a release has it")

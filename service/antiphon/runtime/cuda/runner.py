@@ -132,8 +132,8 @@ class CudaRunner(PartialRunner):
             start, size = self._memory.address, self._block_bytes
             self._device.copy_within(start + target * size, start + source * size, size)
 
-    def _blocks_that_fit(self, wanted: int, fewest: int) -> int:
-        """Return the number of blocks that the device has memory for, at most `wanted`. Raises GraphError."""
+    def _blocks_that_fit(self, most: int, fewest: int) -> int:
+        """Return the number of blocks that the device has memory for, at most `most`. Raises GraphError."""
         free_bytes = self._device.description().free_bytes
         fitting = int(_POOL_SHARE * free_bytes) // self._block_bytes
         if fitting < fewest:
@@ -141,7 +141,7 @@ class CudaRunner(PartialRunner):
                 f"the GPU has {free_bytes} bytes left for cache blocks; the longest sequence needs"
                 f" {fewest} of {self._block_bytes} bytes and room for workspace"
             )
-        return min(wanted, fitting)
+        return min(most, fitting)
 
 
 class CudaEncoderRunner(PartialRunner):
@@ -204,12 +204,12 @@ class CudaEncoderRunner(PartialRunner):
         """Return outputs [K, Op]."""
         graph = self._head_graphs[task]
         padded = -(-self._widths[task] // BLOCK_SIZE) * BLOCK_SIZE
-        given = as_elements(states, self._precision)
-        pinned = self._device.allocate_pinned(given.nbytes)
-        pinned.array[: given.nbytes] = given.view(np.uint8).ravel()
-        hidden = self._device.allocate(given.nbytes)
+        elements = as_elements(states, self._precision)
+        pinned = self._device.allocate_pinned(elements.nbytes)
+        pinned.array[: elements.nbytes] = elements.view(np.uint8).ravel()
+        hidden = self._device.allocate(elements.nbytes)
         outputs = self._device.allocate(len(states) * padded * bytes_of(self._precision))
-        self._device.copy_in(hidden.address, pinned.address, given.nbytes)
+        self._device.copy_in(hidden.address, pinned.address, elements.nbytes)
         bound, element = graph.bind(), element_of(self._precision)
         bound.bind_input("hidden", element, states.shape, hidden.address)
         bound.bind_output("outputs", element, (len(states), padded), outputs.address)

@@ -102,19 +102,19 @@ class StepTurn:
         """Return the sampled tokens; valid once the event is reached."""
         return self._results["token_ids"][:samples]
 
-    def samples(self, samples: int, computed: int, wanted: int) -> Samples:
-        """Return the results of a number of samples, with the first `wanted` of the `computed` candidates of each."""
+    def samples(self, samples: int, computed: int, num_candidates: int) -> Samples:
+        """Return the results of a number of samples, with num_candidates of the `computed` candidates of each."""
         return Samples(
             self.token_ids(samples).astype(np.int64),
             self._results["logprobs"][:samples],
-            self._candidates("top_ids", samples, computed, wanted).astype(np.int64),
-            self._candidates("top_logprobs", samples, computed, wanted),
-            self._candidates("top_scores", samples, computed, wanted),
+            self._candidates("top_ids", samples, computed, num_candidates).astype(np.int64),
+            self._candidates("top_logprobs", samples, computed, num_candidates),
+            self._candidates("top_scores", samples, computed, num_candidates),
         )
 
-    def _candidates(self, name: str, samples: int, computed: int, wanted: int) -> NDArray[Any]:
+    def _candidates(self, name: str, samples: int, computed: int, num_candidates: int) -> NDArray[Any]:
         computed_ones = self._results[name][: samples * computed].reshape(samples, computed)
-        return np.ascontiguousarray(computed_ones[:, :wanted])  # native beam search reads it by address
+        return np.ascontiguousarray(computed_ones[:, :num_candidates])  # native beam search reads it by address
 
     def _fill_tokens(self, name: str, values: NDArray[Any], padded: int, padding: int) -> None:
         array = self.inputs[name]
@@ -178,9 +178,9 @@ class StepSizes:
         """Return True if a step of these sizes fits."""
         return all(getattr(self, name) >= getattr(needed, name) for name in self.__slots__)
 
-    def joined(self, other: StepSizes) -> StepSizes:
+    def joined(self, sizes: StepSizes) -> StepSizes:
         """Return sizes in which both fit."""
-        return StepSizes(**{name: max(getattr(self, name), getattr(other, name)) for name in self.__slots__})
+        return StepSizes(**{name: max(getattr(self, name), getattr(sizes, name)) for name in self.__slots__})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
