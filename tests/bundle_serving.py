@@ -19,9 +19,9 @@ from antiphon.rpc.standard_services import HealthServicer
 from antiphon.rpc.v1.handlers import Handlers
 from antiphon.rpc.v1.models import LoadedModel, Models
 from antiphon.rpc.v1.streaming import Pacing
+from antiphon.server.app import build_server
 from antiphon.server.models.loading import SharedResources, load
 from antiphon.server.models.memory import MemoryBudget
-from antiphon.server.service_port import build_server
 from antiphon.server.settings import ServerConfig
 from tests.waits import client_waits
 

@@ -40,8 +40,8 @@ from antiphon.rpc.v1.servicer import InferenceServicer
 from antiphon.rpc.v1.streaming import Pacing
 from antiphon.runtime.explain import NextTokenScorer
 from antiphon.server.access import Access
+from antiphon.server.app import SERVICES, build_server, build_waits, call_limits
 from antiphon.server.ports import close_port, open_port
-from antiphon.server.service_port import SERVICES, build_server, build_waits, call_limits
 from antiphon.server.settings import ServerConfig
 from antiphon.text.format import TextFormat
 from antiphon.text.tokenizer import MASK_TOKEN, Tokenizer, byte_bpe_format, encoder_format

@@ -16,8 +16,8 @@ import pytest
 from h2.settings import SettingCodes
 from hyperframe.frame import HeadersFrame, PingFrame, SettingsFrame
 
+from antiphon.server.app import MAX_INCOMPLETE_BYTES
 from antiphon.server.ports import max_unaccepted_calls
-from antiphon.server.service_port import MAX_INCOMPLETE_BYTES
 from antiphon.v1 import inference_pb2 as pb
 from tests.abuse.calls import HEALTH_METHOD, REFLECTION, REFLECTION_METHOD, SERVICE, UNARY, UNKNOWN_METHOD
 from tests.abuse.raw_connection import PREFACE, Address, RawConnection, framed

@@ -7,6 +7,8 @@ at the end. Only log lines take the request id from a context variable: any code
 from __future__ import annotations
 
 import itertools
+import random
+import re
 import secrets
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
@@ -16,7 +18,45 @@ from typing import Protocol
 from antiphon.domain.errors import AntiphonError
 from antiphon.domain.request import CancelCause, FinishReason, Request, Timing, TokenEvent
 from antiphon.observability.engine_metrics import Metrics
-from antiphon.observability.trace_context import TraceContext
+
+_TRACE_PARENT = re.compile(r"(?!ff)([0-9a-f]{2})-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
+_SAMPLED = 1
+
+
+@dataclass(frozen=True, slots=True)
+class TraceContext:
+    """Position of a call in a trace; ids are in lower-case hexadecimal.
+
+    trace_id: 32 digits. parent_id: 16 digits of the client's span; None if the trace begins here.
+    is_sampled: True if the trace is recorded.
+    """
+
+    trace_id: str
+    parent_id: str | None
+    is_sampled: bool
+
+
+def read_trace_parent(text: str | bytes | None) -> TraceContext | None:
+    """Return the content of a client's traceparent; None if it is absent or malformed."""
+    match = _TRACE_PARENT.fullmatch(text) if isinstance(text, str) else None
+    if match is None or (match[1] == "00" and match[5]):  # later versions may have more fields
+        return None
+    return TraceContext(match[2], match[3], bool(int(match[4], 16) & _SAMPLED))
+
+
+class Sampler:
+    """Begins traces for a share of the calls without a trace. ratio: from 0 to 1."""
+
+    def __init__(self, ratio: float, randomness: random.Random | None = None) -> None:
+        self._ratio = ratio
+        self._random = randomness or random.Random()
+
+    def begin(self) -> TraceContext | None:
+        """Return a new trace, or None for a call that is not recorded."""
+        if self._ratio < 1 and self._random.random() >= self._ratio:
+            return None
+        return TraceContext(f"{self._random.getrandbits(128) or 1:032x}", None, is_sampled=True)
+
 
 REQUEST_ID_KEY = "x-request-id"
 TRACE_PARENT_KEY = "traceparent"

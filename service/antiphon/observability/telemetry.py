@@ -9,9 +9,8 @@ from collections.abc import Callable, Sequence
 from prometheus_client import Counter
 
 from antiphon.domain.errors import Status, refusal_reasons
-from antiphon.observability.call import CallRecord, RequestIds, Text, find_metadata
+from antiphon.observability.call import CallRecord, RequestIds, Sampler, Text, find_metadata, read_trace_parent
 from antiphon.observability.metrics import MetricFamilies
-from antiphon.observability.trace_context import Sampler, read_trace_parent
 
 # Bytes that HTTP/2 adds for each metadata pair when it counts their size.
 _PAIR_BYTES = 32

@@ -27,9 +27,8 @@ from antiphon.rpc.middleware import CallMiddleware
 from antiphon.rpc.standard_services import HealthServicer
 from antiphon.rpc.v1.handlers import Handlers
 from antiphon.rpc.v1.models import Models
-from antiphon.server.app import shared_resources
+from antiphon.server.app import build_server, build_waits, shared_resources
 from antiphon.server.models.loading import StartupError, load
-from antiphon.server.service_port import build_server, build_waits
 from antiphon.server.settings import ModelSettings, ServerConfig
 from antiphon.text.tokenizer import TokenizerError, open_tokenizer
 

@@ -7,7 +7,7 @@ import dataclasses
 
 import pytest
 
-from antiphon.cli.option_flags import add_option_flags, in_terms_of_flags, is_about_option, read_option_flags
+from antiphon.cli.generate import add_option_flags, in_terms_of_flags, is_about_option, read_option_flags
 from antiphon.client import Options
 
 

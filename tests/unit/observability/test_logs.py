@@ -13,9 +13,8 @@ import pytest
 
 from antiphon.domain.errors import InvalidArgument
 from antiphon.observability.access_log import fields_of
-from antiphon.observability.call import CallRecord, log_request_id
+from antiphon.observability.call import CallRecord, Sampler, TraceContext, log_request_id, read_trace_parent
 from antiphon.observability.logging import configure_logging, rfc3339, where_of
-from antiphon.observability.trace_context import Sampler, TraceContext, read_trace_parent
 
 SECRET = "Geheimnis"
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"

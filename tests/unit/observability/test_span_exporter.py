@@ -11,9 +11,8 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from prometheus_client import CollectorRegistry
 
-from antiphon.observability.call import CallRecord
+from antiphon.observability.call import CallRecord, TraceContext
 from antiphon.observability.metrics import MetricFamilies
-from antiphon.observability.trace_context import TraceContext
 from antiphon.observability.tracing import Spans
 
 TIMEOUT_S = 30.0

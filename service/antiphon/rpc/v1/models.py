@@ -21,7 +21,7 @@ _SHOWN_NAMES = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadedModel:
-    """LoadedModel model: its RPC methods and its engine."""
+    """Served model: its RPC methods and its engine."""
 
     name: str
     precision: str

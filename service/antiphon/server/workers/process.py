@@ -24,11 +24,10 @@ from antiphon.rpc.reloading import FileMetrics
 from antiphon.rpc.standard_services import HealthServicer, Probes
 from antiphon.server.access import Access
 from antiphon.server.admin import admin_port
-from antiphon.server.app import observing
+from antiphon.server.app import SERVICES, build_waits, observing
 from antiphon.server.lifecycle import Stop, end_now
 from antiphon.server.machine import proportional_bytes
 from antiphon.server.ports import BoundPorts, ReadyModel, metrics_port, probe_port, ready_line
-from antiphon.server.service_port import SERVICES, build_waits
 from antiphon.server.settings import ServerConfig
 from antiphon.server.workers.admin import WorkersAdmin
 from antiphon.server.workers.division import Division

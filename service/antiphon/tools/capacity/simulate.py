@@ -9,23 +9,100 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Iterator
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+
+import numpy as np
 
 from antiphon.domain.limits import EngineLimits
 from antiphon.tools.capacity.autoscaler import ScaledObject, Trigger, read_scaled_object
-from antiphon.tools.capacity.day_report import Figures, as_text, figures_of
 from antiphon.tools.capacity.flags import CapacityError, add_limit_flag, number, whole
 from antiphon.tools.capacity.fleet import Environment, Fleet, Outcome
 from antiphon.tools.capacity.simulated_replica import ServiceCurve, read_curve
-from antiphon.tools.capacity.traffic import Burst, Traffic, day, read_traffic, steady
+from antiphon.tools.capacity.traffic import Burst, Floats, Traffic, day, read_traffic, steady
+
+HOUR_S = 3600.0
+_HEAD = ("", "refused", "wait p50", "p99", "answer p50", "p99", "too slow", "replica-hours", "mean", "most", "changes")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Figures:
+    """Figures of one day. Times are of answered requests, in seconds. Shares are of all requests."""
+
+    name: str
+    requests: int
+    refused_share: float
+    wait_p50_s: float
+    wait_p99_s: float
+    latency_p50_s: float
+    latency_p99_s: float
+    slow_share: float
+    """Requests that were refused or took longer than the objective."""
+    replica_hours: float
+    replicas_mean: float
+    replicas_max: int
+    changes: int
+
+
+def figures_of(name: str, outcome: Outcome, objective_s: float) -> Figures:
+    """Compute the figures of a day. objective_s: maximum latency of a good answer."""
+    answers = outcome.answers
+    wait_s, latency_s = np.array(answers.wait_s), np.array(answers.latency_s)
+    counts = np.array([sample.replicas for sample in outcome.samples])
+    requests = len(wait_s) + len(answers.refused_s)
+    num_slow = int((latency_s > objective_s).sum()) + len(answers.refused_s)
+    return Figures(
+        name=name,
+        requests=requests,
+        refused_share=len(answers.refused_s) / max(1, requests),
+        wait_p50_s=_percentile(wait_s, 50),
+        wait_p99_s=_percentile(wait_s, 99),
+        latency_p50_s=_percentile(latency_s, 50),
+        latency_p99_s=_percentile(latency_s, 99),
+        slow_share=num_slow / max(1, requests),
+        replica_hours=outcome.replica_s / HOUR_S,
+        replicas_mean=float(counts.mean()),
+        replicas_max=int(counts.max()),
+        changes=int((np.diff(counts) != 0).sum()),
+    )
+
+
+def _percentile(values: Floats, percent: float) -> float:
+    return float(np.percentile(values, percent, method="inverted_cdf")) if len(values) else 0.0
+
+
+def as_text(figures: Sequence[Figures], traffic: Traffic, curve: ServiceCurve) -> str:
+    """Return a table with a line for each day of the same traffic."""
+    came = f"{figures[0].requests:,} requests in {traffic.duration_s / HOUR_S:g} h, {traffic.peak_per_s:,.1f}/s at most"
+    can = f"a replica answers {curve.highest_per_s:,.1f}/s at most ({curve.origin})"
+    rows = [_HEAD, *map(_row, figures)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
+    lines = []
+    for name, *cells in rows:
+        padded = (f"{cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True))
+        lines.append("  ".join([f"{name:<{widths[0]}}", *padded]))
+    return "\n".join([f"{came}; {can}", "", *lines])
+
+
+def _row(figures: Figures) -> tuple[str, ...]:
+    times = (figures.wait_p50_s, figures.wait_p99_s, figures.latency_p50_s, figures.latency_p99_s)
+    return (
+        figures.name,
+        f"{figures.refused_share:.2%}",
+        *(f"{time_s:.2f} s" for time_s in times),
+        f"{figures.slow_share:.2%}",
+        f"{figures.replica_hours:,.1f}",
+        f"{figures.replicas_mean:.1f}",
+        f"{figures.replicas_max}",
+        f"{figures.changes}",
+    )
+
 
 EXIT_USER_ERROR = 2
 # Other thresholds, for comparison.
 _WAITING_TARGETS = (2, 5, 10)
 _CPU_TARGET = 0.8
-_HOUR_S = 3600.0
 SIMULATED_LIMITS = ("max_num_seqs", "max_queued_requests", "max_queue_time_s")
 """Limits on which a simulated replica depends; each is a flag."""
 
@@ -151,11 +228,11 @@ def _traffic(arguments: argparse.Namespace, curve: ServiceCurve) -> Traffic:
         whole_day = steady(arguments.steady)
     else:
         burst = Burst(
-            start_s=_HOUR_S * arguments.burst_at_h, length_s=60 * arguments.burst_min, factor=arguments.burst_factor
+            start_s=HOUR_S * arguments.burst_at_h, length_s=60 * arguments.burst_min, factor=arguments.burst_factor
         )
         peak = arguments.peak or 4 * curve.highest_per_s
         whole_day = day(peak, noise=max(0.0, arguments.noise), burst=burst, seed=arguments.seed)
-    count = max(1, math.ceil(_HOUR_S * arguments.hours / whole_day.interval_s))
+    count = max(1, math.ceil(HOUR_S * arguments.hours / whole_day.interval_s))
     return Traffic(rates=whole_day.rates[:count], interval_s=whole_day.interval_s)
 
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
+from antiphon.bundle.manifest import BundleError, load_bundle
 from antiphon.domain.limits import EngineLimits
+from antiphon.server.models.memory import block_bytes_of, weight_bytes
 from antiphon.server.settings import SHIPPED_BUNDLE
-from antiphon.tools.capacity import device_memory
 from antiphon.tools.capacity.flags import CapacityError, add_limit_flag, number, whole
 from antiphon.tools.capacity.size_report import as_json, as_text, component
 from antiphon.tools.capacity.sizing import (
@@ -19,10 +22,68 @@ from antiphon.tools.capacity.sizing import (
     Replica,
     ServiceRate,
     Sizing,
+    blocks_of,
     open_profiled,
     read_load_result,
     size,
 )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceMemory:
+    """Memory of one replica's card."""
+
+    model: str
+    precision: str
+    weight_bytes: int
+    cache_blocks: int
+    """0 without a decoder."""
+    block_bytes: int
+    formula: str
+    """Of the number of blocks."""
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of weights and cache."""
+        return self.weight_bytes + self.cache_blocks * self.block_bytes
+
+
+def device_memory_of(path: Path, max_num_seqs: int, lengths: Lengths) -> DeviceMemory:
+    """Return what the cuda graphs of a bundle need. Raises CapacityError if it has none."""
+    try:
+        bundle = load_bundle(path)
+        graphs = bundle.graph_set(lowering="cuda")
+    except BundleError as error:
+        raise CapacityError(str(error)) from None
+    model = bundle.manifest.model
+    blocks, formula = blocks_of(model, max_num_seqs, lengths)
+    return DeviceMemory(
+        model=bundle.manifest.name,
+        precision=graphs.precision,
+        weight_bytes=weight_bytes(bundle, graphs),
+        cache_blocks=blocks or 0,
+        block_bytes=block_bytes_of(model, graphs) if blocks else 0,
+        formula=formula,
+    )
+
+
+def device_memory_as_text(memory: DeviceMemory) -> str:
+    """Return a text with the formula of every number."""
+    cache = f"{memory.cache_blocks} blocks of {memory.block_bytes} bytes: {memory.formula}"
+    return "\n".join(
+        [
+            f"{memory.model}, {memory.precision}: memory of one replica's GPU",
+            f"  weights    {memory.weight_bytes:>15,} bytes",
+            f"  cache      {memory.cache_blocks * memory.block_bytes:>15,} bytes  {cache}",
+            f"  together   {memory.total_bytes:>15,} bytes, and workspace, for which the server leaves a fifth",
+        ]
+    )
+
+
+def device_memory_as_json(memory: DeviceMemory) -> dict[str, Any]:
+    """Return the same as plain data."""
+    return {**asdict(memory), "total_bytes": memory.total_bytes}
+
 
 EXIT_USER_ERROR = 2
 
@@ -140,8 +201,8 @@ def _print_device_memory(arguments: argparse.Namespace) -> None:
     if arguments.rate is not None or arguments.kustomize is not None:
         raise CapacityError("--device cuda prints the memory of one GPU; leave out --rate and --kustomize")
     lengths = Lengths(source=arguments.source_tokens, target=arguments.target_tokens)
-    memory = device_memory.device_memory_of(arguments.bundle, arguments.max_num_seqs, lengths)
-    print(json.dumps(device_memory.as_json(memory), indent=2) if arguments.json else device_memory.as_text(memory))
+    memory = device_memory_of(arguments.bundle, arguments.max_num_seqs, lengths)
+    print(json.dumps(device_memory_as_json(memory), indent=2) if arguments.json else device_memory_as_text(memory))
 
 
 def _sized(arguments: argparse.Namespace) -> Sizing:
