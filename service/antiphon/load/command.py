@@ -9,9 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import grpc
-
-from antiphon.cli.connection_flags import connection_problem
+from antiphon.cli.common import report_error, write_problem
+from antiphon.cli.connection_flags import connection_problem, server_problem
 from antiphon.client import ServerError
 from antiphon.load.drive import DriveError, bracketed_rate
 from antiphon.load.drive import run as drive
@@ -22,7 +21,6 @@ from antiphon.load.report import as_json, as_text, curve, mlperf_as_json, mlperf
 from antiphon.load.results import Result
 
 EXIT_FAILED = 1
-EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
 
 # A search ends within 5 % of a rate that fails; runs of a few seconds are not more precise.
@@ -48,12 +46,11 @@ def run(arguments: argparse.Namespace) -> int:
         plan = replace(plan, model=model.name)
         return _Session(arguments, plan).run() if arguments.mlperf is None else _run_mlperf(arguments, plan)
     except (PlanError, DriveError) as error:
-        print(f"antiphon load: {error}", file=sys.stderr)
+        return report_error("load", error)
     except ValueError as error:  # an invalid connection, or a number out of its field's range
-        print(f"antiphon load: {connection_problem(error)}", file=sys.stderr)
+        return report_error("load", connection_problem(error))
     except ServerError as error:
-        print(f"antiphon load: {_explain(error, arguments.target)}", file=sys.stderr)
-    return EXIT_USER_ERROR
+        return report_error("load", server_problem(error, arguments.target))
 
 
 class _Session:
@@ -170,10 +167,4 @@ def _write(flag: str, path: Path, content: bytes) -> None:
     try:
         path.write_bytes(content)
     except OSError as error:
-        raise PlanError(f"{flag} {path} cannot be written: {error.strerror}") from None
-
-
-def _explain(error: ServerError, target: str) -> str:
-    if error.code is grpc.StatusCode.UNAVAILABLE:
-        return f"{target} is unavailable ({error.message}); is a server running there? start one with: antiphon serve"
-    return error.message
+        raise PlanError(write_problem(flag, path, error)) from None

@@ -6,18 +6,17 @@ import argparse
 import asyncio
 import contextlib
 import socket
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 
 import uvicorn
 
+from antiphon.cli.common import report_error
 from antiphon.cli.connection_flags import add_connection_flags, connection_problem, read_connection
 from antiphon.client import DEFAULT_TARGET, RetryPolicy
 from antiphon.play.app import build_app
 from antiphon.play.model_server import Addresses, ModelServer
 
-EXIT_USER_ERROR = 2
 DEFAULT_PORT = 8050
 
 _HOST = "127.0.0.1"
@@ -58,11 +57,9 @@ def run(arguments: argparse.Namespace) -> int:
         with _listening(arguments.port) as listener:
             asyncio.run(_serve(arguments, listener))
     except ValueError as error:
-        print(f"antiphon play: {connection_problem(error)}", file=sys.stderr)
-        return EXIT_USER_ERROR
+        return report_error("play", connection_problem(error))
     except OSError as error:
-        print(f"antiphon play: --port {arguments.port}: {error.strerror}", file=sys.stderr)
-        return EXIT_USER_ERROR
+        return report_error("play", f"--port {arguments.port}: {error.strerror}")
     except KeyboardInterrupt:  # the usual end
         pass
     return 0

@@ -6,7 +6,6 @@ import argparse
 import asyncio
 import contextlib
 import math
-import sys
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from prometheus_client import CollectorRegistry
 
 from antiphon.bundle.manifest import BundleError, Precision, load_bundle
 from antiphon.checkpoints.source_weights import SourceError
+from antiphon.cli.common import report_error
 from antiphon.client import AsyncClient, Generation, NextToken, Options
 from antiphon.export.export import ALL_PRECISIONS, CACHE_TYPES, ExportError, chosen_precisions
 from antiphon.export.graphs.contrib_lowering import LoweringError
@@ -205,8 +205,7 @@ def run(args: argparse.Namespace) -> int:
         VerificationError,
         OSError,
     ) as error:
-        print(f"antiphon import: {error}", file=sys.stderr)
-        return 2
+        return report_error("import", error)
     size = sum(entry.size for entry in bundle.manifest.files.values())
     described = ", ".join(f"{graphs.lowering} {graphs.precision}" for graphs in bundle.manifest.graphs)
     print(f"{bundle.path}: {described}; {size / 1e6:.1f} MB, graphs verified against the model")

@@ -17,6 +17,7 @@ from typing import Literal
 
 from antiphon.bundle.graph import GraphError
 from antiphon.bundle.manifest import BundleError, load_bundle
+from antiphon.cli.common import report_error
 from antiphon.ops.kernel_runs import KernelError
 from antiphon.ops.workspace import WorkspaceError
 from antiphon.server.machine import usable_cores
@@ -43,7 +44,6 @@ from antiphon.tools.bench.setup import MODELS, PRESETS, Setup
 from antiphon.tools.bench.throughput import beams, decode, encode, engine, growth, sampling
 
 EXIT_FAILURE = 1
-EXIT_USER_ERROR = 2
 
 SECTIONS: dict[str, Callable[[Setup], list[Finding]]] = {
     "decode": decode,
@@ -142,8 +142,7 @@ def run(args: argparse.Namespace) -> int:
         with tempfile.TemporaryDirectory(prefix="antiphon-bench-") as scratch:
             _measure(args, _setup(args, Path(scratch)))
     except (BenchError, BundleError, TokenizerError, GraphError, WorkspaceError, KernelError) as error:
-        print(f"antiphon bench: {error}", file=sys.stderr)
-        return EXIT_USER_ERROR
+        return report_error("bench", error)
     except BenchFailure as failure:
         print(f"antiphon bench: {failure}", file=sys.stderr)
         return EXIT_FAILURE

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from antiphon.cli.common import report_error, write_problem
 from antiphon.domain.limits import EngineLimits
 from antiphon.tools.capacity.autoscaler import ScaledObject, Trigger, read_scaled_object
 from antiphon.tools.capacity.flags import CapacityError, add_limit_flag, number, whole
@@ -99,7 +100,6 @@ def _row(figures: Figures) -> tuple[str, ...]:
     )
 
 
-EXIT_USER_ERROR = 2
 # Other thresholds, for comparison.
 _WAITING_TARGETS = (2, 5, 10)
 _CPU_TARGET = 0.8
@@ -206,8 +206,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(as_text(figures, traffic, curve))
         _write(arguments, figures, outcomes, curve)
     except CapacityError as error:
-        print(f"antiphon simulate: {error}", file=sys.stderr)
-        return EXIT_USER_ERROR
+        return report_error("simulate", error)
     return 0
 
 
@@ -289,4 +288,4 @@ def _write_bytes(flag: str, path: Path, content: bytes) -> None:
     try:
         path.write_bytes(content)
     except OSError as error:
-        raise CapacityError(f"{flag} {path} cannot be written: {error.strerror}") from None
+        raise CapacityError(write_problem(flag, path, error)) from None

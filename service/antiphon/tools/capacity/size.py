@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from antiphon.bundle.manifest import BundleError, load_bundle
+from antiphon.cli.common import report_error, write_problem
 from antiphon.domain.limits import EngineLimits
 from antiphon.server.models.memory import block_bytes_of, weight_bytes
 from antiphon.server.settings import SHIPPED_BUNDLE
@@ -83,9 +83,6 @@ def device_memory_as_text(memory: DeviceMemory) -> str:
 def device_memory_as_json(memory: DeviceMemory) -> dict[str, Any]:
     """Return the same as plain data."""
     return {**asdict(memory), "total_bytes": memory.total_bytes}
-
-
-EXIT_USER_ERROR = 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -189,8 +186,7 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.kustomize is not None:
             _write(arguments.kustomize, component(sizing, _command(arguments)))
     except CapacityError as error:
-        print(f"antiphon size: {error}", file=sys.stderr)
-        return EXIT_USER_ERROR
+        return report_error("size", error)
     if str(arguments.kustomize) != "-":
         print(json.dumps(as_json(sizing), indent=2) if arguments.json else as_text(sizing))
     return 0
@@ -267,4 +263,4 @@ def _write(path: Path, content: str) -> None:
     try:
         path.write_text(content, encoding="utf-8")
     except OSError as error:
-        raise CapacityError(f"--kustomize {path} cannot be written: {error.strerror}") from None
+        raise CapacityError(write_problem("--kustomize", path, error)) from None

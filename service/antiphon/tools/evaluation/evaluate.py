@@ -12,7 +12,6 @@ import asyncio
 import gzip
 import hashlib
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -29,6 +28,7 @@ from antiphon.bundle.manifest import (
     load_bundle,
     write_manifest,
 )
+from antiphon.cli.common import report_error
 from antiphon.cli.connection_flags import add_call_flags, add_connection_flags, connection_problem, read_client_flags
 from antiphon.client import Options, ServerError
 from antiphon.domain.errors import InvalidArgument
@@ -134,8 +134,7 @@ def run(args: argparse.Namespace) -> int:
             raise EvaluationError(f"--rows is {args.rows}; it must be {ALLOWED['max_num_seqs'].words}")
         scores = _scores(args)
     except _USER_ERRORS as error:
-        print(f"antiphon evaluate: {error}", file=sys.stderr)
-        return 2
+        return report_error("evaluate", error)
     for score in scores:
         print(json.dumps(asdict(score)) if args.json else score.row)
     return 0
