@@ -310,6 +310,18 @@ class Writer:
         self._record.num_messages += 1
         self._record.num_unsent_bytes = 0
 
+    async def write_to_the_end(self, data: bytes) -> None:
+        """Send a message as `write` does. A cancellation of the task waits until the message is sent.
+
+        For calls of many requests: an error of one ends the call, whose status can only be sent after the headers.
+        """
+        writing = asyncio.ensure_future(self.write(data))
+        try:
+            await asyncio.shield(writing)
+        except asyncio.CancelledError:
+            await asyncio.gather(writing, return_exceptions=True)
+            raise
+
 
 class _Writing:
     """Message that waits for its client, in the task that writes it."""

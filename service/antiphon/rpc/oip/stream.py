@@ -118,13 +118,7 @@ class Conversation:
 
     async def _write(self, data: bytes) -> None:
         async with self._writing:
-            writing = asyncio.ensure_future(self._writer.write(data))
-            try:
-                await asyncio.shield(writing)
-            except asyncio.CancelledError:
-                # Another request ends the call. Its status can only be sent after the headers: wait for this write.
-                await asyncio.gather(writing, return_exceptions=True)
-                raise
+            await self._writer.write_to_the_end(data)
 
 
 def _serialized(response: oip.ModelStreamInferResponse, *, is_last: bool) -> bytes:

@@ -321,15 +321,6 @@ class Outbox:
         data = response.SerializeToString()
         del response  # its objects take several times the memory, and the client may not read
         if data:
-            await self._write(data)
+            await self._writer.write_to_the_end(data)
         for request in answered:
             self._on_answered(request)
-
-    async def _write(self, data: bytes) -> None:
-        writing = asyncio.ensure_future(self._writer.write(data))
-        try:
-            await asyncio.shield(writing)
-        except asyncio.CancelledError:
-            # An error ends the call. Its status can only be sent after the headers: wait for this write.
-            await asyncio.gather(writing, return_exceptions=True)
-            raise
