@@ -11,7 +11,7 @@ import grpc
 from antiphon.cli.common import above_zero
 from antiphon.client import DEFAULT_TARGET, ServerError
 from antiphon.client.connection import Connection, RetryPolicy
-from antiphon.client.options import Priority
+from antiphon.client.options import PRIORITIES, Priority
 
 # A command has no retry budget: during an overload each line has its full number of attempts.
 _RETRY = RetryPolicy(budget=None)
@@ -59,7 +59,7 @@ def add_call_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of commands that send requests to a model."""
     parser.add_argument(
         "--priority",
-        choices=("interactive", "batch"),
+        choices=tuple(PRIORITIES),
         help="batch gives interactive requests precedence (default: server's)",
     )
     parser.add_argument(

@@ -21,10 +21,11 @@ EarlyStopping = Literal["heuristic", "first", "never"]
 Priority = Literal["interactive", "batch"]
 """Priority of a request: "interactive" if a person waits for the answer, else "batch"."""
 
-_PRIORITIES: dict[Priority, inference_pb2.Priority.ValueType] = {
+PRIORITIES: dict[Priority, inference_pb2.Priority.ValueType] = {
     "interactive": inference_pb2.PRIORITY_INTERACTIVE,
     "batch": inference_pb2.PRIORITY_BATCH,
 }
+"""Priorities of the contract by their names here and in flags."""
 
 M = TypeVar("M", bound=Message)
 
@@ -149,8 +150,8 @@ class CallOptions:
         self, connection: Connection, *, timeout_s: float | None = None, priority: Priority | None = None
     ) -> None:
         """timeout_s: default deadline of a call; None is no deadline. Raises ValueError."""
-        if priority is not None and priority not in _PRIORITIES:
-            raise ValueError(f"priority is {priority!r}; it must be one of {', '.join(_PRIORITIES)}")
+        if priority is not None and priority not in PRIORITIES:
+            raise ValueError(f"priority is {priority!r}; it must be one of {', '.join(PRIORITIES)}")
         if timeout_s is not None and not timeout_s > 0:
             raise ValueError(f"timeout_s is {timeout_s}; it must be above 0")
         self.retry = connection.retry
@@ -167,7 +168,7 @@ class CallOptions:
     def set_priority(self, request: M) -> M:
         """Set the priority of the request, if there is one, and return the request."""
         if self._priority is not None:
-            request.priority = _PRIORITIES[self._priority]  # type: ignore[attr-defined]
+            request.priority = PRIORITIES[self._priority]  # type: ignore[attr-defined]
         return request
 
     def arguments(self, timeout_s: float | None = None) -> CallArguments:

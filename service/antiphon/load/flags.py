@@ -10,6 +10,7 @@ from typing import Any
 from antiphon.cli.common import positive
 from antiphon.cli.connection_flags import add_connection_flags, read_connection
 from antiphon.client import DEFAULT_TARGET
+from antiphon.client.options import PRIORITIES
 from antiphon.load.plan import Ask, Objective, Plan, PlanError
 from antiphon.load.workload import Entry, read_texts, read_trace
 
@@ -52,7 +53,7 @@ def _add_arrival_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--ignore-eos", action="store_true", help="every answer is as long as its max_new_tokens")
     group.add_argument(
         "--priority",
-        choices=("interactive", "batch"),
+        choices=tuple(PRIORITIES),
         help="batch gives interactive requests precedence (default: server's)",
     )
     group.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the arrivals (default: %(default)s)")

@@ -477,3 +477,10 @@ def test_request_queue_expires_a_preempted_request_once(waiting: Maker) -> None:
     assert queue.expired(5.0) == [group]
     assert queue.expired(6.0) == []
     assert len(queue) == 0
+
+
+@pytest.mark.parametrize("priority", list(Priority))
+def test_queue_serves_every_priority(waiting: Maker, priority: Priority) -> None:
+    queue = queue_of()
+    queue.put(waiting("a", priority=priority), 0.0)
+    assert names(queue.peek(1)) == ["a"]
