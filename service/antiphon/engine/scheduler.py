@@ -1,8 +1,8 @@
 """Choice of the sequences that join the next step: arithmetic over waiting sequences, rows in use and free blocks.
 
 Sequences start in the queue's order of service (`fair_queue.py`): none overtakes another. A sequence that can start
-with fewer rows than it wants takes the rows that are left. The more sources an encoder pass packs, the less it costs per
-source. While more sequences wait than fit, a free row therefore stays empty for a few steps, until more rows are free.
+with fewer rows than it wants takes the rows that are left. The more sources an encoder pass packs, the less it costs
+per source. While more sequences wait than fit, a free row therefore stays empty for a few steps, until more are free.
 
 An encoder run of a few sources costs half as much again for each token as one of many, and free rows that wait for an
 encoder run do no work. While many requests wait, a run therefore also encodes sources of groups that find no row yet;
