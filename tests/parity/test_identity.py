@@ -49,7 +49,8 @@ def random_request(dice: random.Random, name: str, runner: NativeRunner) -> Requ
     if task is Task.SCORE:
         params = SamplingParams(num_logprobs=dice.choice([None, 0, 3]))
         return scored(changed(made, prefix_ids=(), params=params), ids(dice.randint(1, runner.facts.max_target_len)))
-    pooling = dice.choice([kind for kind in Pooling if kind is not Pooling.MODEL])  # encoder-only models have it
+    of_encoders_only = (Pooling.MODEL, Pooling.DECLARED)
+    pooling = dice.choice([kind for kind in Pooling if kind not in of_encoders_only])
     return Request(task=Task.EMBED, arrival=made.arrival, source_ids=source, pooling=pooling)
 
 
@@ -262,7 +263,7 @@ def test_samples_are_bit_identical_to_uninterrupted_ones_when_other_callers_took
         crowd = run_mix(crowded, random.Random(seed), loop, NUM_REQUESTS // 4, contending_request)
         check_against_alone(crowd, alone)
         num_preemptions += crowd.num_preemptions
-    assert num_preemptions > ROUNDS
+    assert num_preemptions > 5 * ROUNDS
 
 
 @pytest.mark.parametrize("precision", ["int8", "float32"])
