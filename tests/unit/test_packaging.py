@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.client.unasync import COMMAND, GENERATED, WRITTEN, synchronous
+
 ROOT = Path(__file__).resolve().parents[2]
+SOURCE_ROOTS = ("protos", "service", "model")
 LOCKS = ("serve.lock", "test.lock", "pythons.lock", "oip-clients.lock", "build.lock", "image.lock")
 SERVING = ("onnxruntime", "numpy", "tokenizers", "pydantic", "prometheus_client", "uvloop", "torch", "transformers")
 
@@ -39,9 +42,23 @@ def test_server_import_leaves_torch_unloaded() -> None:
 
 def test_no_source_root_hides_the_others() -> None:
     """Python takes a folder with an __init__.py for the whole of a package (PEP 420)."""
-    assert [
-        root for root in ("protos", "service", "model") if (ROOT / root / "antiphon" / "__init__.py").exists()
-    ] == []
+    assert [root for root in SOURCE_ROOTS if (ROOT / root / "antiphon" / "__init__.py").exists()] == []
+
+
+def test_rules_of_imports_name_every_package() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]
+    packages = {
+        f"antiphon.{path.parent.name}"
+        for root in SOURCE_ROOTS
+        for path in (ROOT / root / "antiphon").glob("*/__init__.py")
+    }
+    assert set(settings["root_packages"]) == packages
+    assert {name for layer in settings["contracts"][0]["layers"] for name in layer.split(" | ")} == packages
+
+
+def test_synchronous_client_is_generated_from_the_asynchronous_one() -> None:
+    written = WRITTEN.read_text(encoding="utf-8")
+    assert GENERATED.read_text(encoding="utf-8") == synchronous(written), f"run: {COMMAND}"
 
 
 @pytest.mark.parametrize("name", LOCKS)

@@ -218,7 +218,7 @@ def _generate(original: Any, prompt: Prompt, **settings: Any) -> Any:
 def _ties(answer: tuple[int, ...], scores: Sequence[Tensor]) -> list[tuple[int, ...]]:
     """Return the beginnings of a greedy answer up to a tie, with each of its two tokens; the rest is not known.
 
-    scores: for each step those of all tokens, [1, V].
+    scores: [1, V] logits of every step of the answer.
     """
     ties = []
     for step, row in enumerate(scores[: len(answer) + 1]):

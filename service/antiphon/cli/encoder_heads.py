@@ -1,4 +1,4 @@
-"""`antiphon classify`, `tag` and `fill-mask`: answers of a running server's encoder, a line for each text or line.
+"""`antiphon classify`, `tag` and `fill-mask`: outputs of a running server's encoder, one line of output for each text.
 
 A client; loads no model. Each command defines its flags, its call to the server and the format of an answer.
 """
@@ -45,7 +45,7 @@ class _Answer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeadCommand:
-    """Command that prints one line for each text or line of standard input, in order."""
+    """Command that prints one line of output for each text, in the order of the texts."""
 
     name: str
     text_help: str

@@ -185,7 +185,7 @@ def plot_alignment(
     *,
     title: str,
 ) -> None:
-    """Write the heat map of weights [T, S]: a row for each of T target pieces, a column for each of S source pieces."""
+    """Write the heat map of weights [T, S]: T target pieces from top to bottom, S source pieces from left to right."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

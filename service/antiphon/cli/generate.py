@@ -193,7 +193,7 @@ _OPTION = re.compile(r"^(?:options\.)?((?<=options\.)\w+|(?:source|target)_langu
 
 
 def add_option_flags(parser: argparse.ArgumentParser) -> None:
-    """Add a flag for each control of the table; the value of an absent flag is None."""
+    """Add the flags of all controls in the table. A flag that is absent has the value None."""
     group = parser.add_argument_group(
         "decoding controls",
         "ID,..., ID=X and --stop-strings may be repeated; several outputs are printed one a line, and log-probabilities"

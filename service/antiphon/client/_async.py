@@ -95,13 +95,13 @@ class AsyncClient:
         self._languages = Languages(source=source_language, target=target_language)
 
     def with_model(self, model: str) -> Self:
-        """Return a client for another model that shares this client's connection: close only one of them."""
+        """Return a client for another model that shares this client's connection: close one of the two only."""
         client = copy(self)
         client._model = model
         return client
 
     def with_languages(self, source_language: str = "", target_language: str = "") -> Self:
-        """Return a client for other languages that shares this client's connection: close only one of them."""
+        """Return a client for other languages that shares this client's connection: close one of the two only."""
         client = copy(self)
         client._languages = Languages(source=source_language, target=target_language)
         return client
@@ -395,7 +395,7 @@ class _Channels:
         return self._stubs[next(self._turns) % len(self._stubs)]
 
     async def many_calls(self) -> list[OpenCall] | None:
-        """Return functions that open GenerateMany calls, one for each connection; None for single calls.
+        """Return a function for each connection that opens a GenerateMany call; None if requests need single calls.
 
         Single calls are for an older server, and for several addresses, among which calls are spread. The server is
         asked until it answers; if it cannot be reached, the requests will say so.

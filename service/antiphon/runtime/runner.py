@@ -74,7 +74,7 @@ class DecodeBatch:
     source_lens: NDArray[np.int32]
     """[R]: tokens of each row's source."""
     sampling: SamplingArrays
-    """Where it is the same object as in the step before, its arrays, edits included, are the same too."""
+    """If this object is that of the step before, none of its arrays has changed since, the edits included."""
     max_num_logprobs: int = 0
     """The largest num_logprobs of sampling, at least 0: the width of the candidates in Samples."""
 

@@ -58,7 +58,7 @@ class WorkerSpec:
     cores: tuple[int, ...]
     """Numbers of its cores; empty if it is not bound to any."""
     opens_early: bool
-    """Opens its port before its models are loaded, so that early clients are told to try again.
+    """Opens its port before its models are loaded, so that early clients receive a status that lets them retry.
 
     The port of a worker that replaces another opens when it can serve, because other workers can.
     """

@@ -148,7 +148,7 @@ def stages(setup: Setup) -> list[Finding]:
             after, all_after_s = server.seconds()
             us = {stage: 1e6 * (after[stage] - before[stage]) / len(messages) for stage in after}
             if missing := [stage for stage, value in us.items() if not value]:
-                raise BenchFailure(f"stages, {way.name}: the server never came to {', '.join(missing)}")
+                raise BenchFailure(f"stages, {way.name}: the server did nothing in the stages {', '.join(missing)}")
             all_us = 1e6 * (all_after_s - all_before_s) / len(messages)
             us["grpc.aio, tasks, answers of the engine"] = all_us - sum(us.values())
             case = Case(name="stages", case=f"{way.name}, all", rows=STREAMS, against="a bare echo of a unary call")
