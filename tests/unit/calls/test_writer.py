@@ -113,3 +113,19 @@ async def test_writer_reports_no_slow_reader_when_the_call_is_cancelled() -> Non
 async def test_writer_cancels_a_write_when_its_call_has_ended() -> None:
     with pytest.raises(asyncio.CancelledError):
         await writer_of(Gone(), client_waits()).write(b"")
+
+
+async def test_cancellation_waits_until_a_message_that_is_written_to_the_end_is_sent() -> None:
+    """A call of many requests that ends with an error can send its status only after the headers."""
+    reader = Reader()
+    record = CallRecord(method="m", request_id="r", arrival_s=0.0)
+    writer = Writer(client_waits(), record, reader.write, lambda: reader.send_initial_metadata(()))
+    writing = asyncio.ensure_future(writer.write_to_the_end(b""))
+    await reader.is_written_to.wait()
+    writing.cancel()
+    await asyncio.wait({writing}, timeout=0)
+    assert (writing.done(), record.num_messages) == (False, 0)
+    reader.take()
+    with pytest.raises(asyncio.CancelledError):
+        await writing
+    assert record.num_messages == 1
