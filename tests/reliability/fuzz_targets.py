@@ -19,7 +19,7 @@ from antiphon.bundle.manifest import MANIFEST_NAME, BundleError, load_bundle
 from antiphon.domain.errors import InvalidArgument
 from antiphon.domain.sampling_params import check_combination
 from antiphon.engine.stop_strings import StopFilter, TokenStopMatcher
-from antiphon.rpc.endpoints import parser
+from antiphon.rpc.parsing import parser
 from antiphon.rpc.v1.options import read_options
 from antiphon.server.settings import SHIPPED_BUNDLE
 from antiphon.text.format import Template, TextFormat

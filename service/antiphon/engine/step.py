@@ -337,7 +337,7 @@ class Stepper:
 
     def _encode(self, groups: tuple[SequenceGroup, ...]) -> None:
         try:
-            report, readouts = self._run_encoder(groups)
+            report, outputs = self._run_encoder(groups)
         except Exception as fault:
             if len(groups) == 1:
                 self._fail(groups, "encode", fault)
@@ -350,8 +350,8 @@ class Stepper:
         self._drop_encoded(groups)
         self._append(groups)
         for group in groups:
-            if group.request_id in readouts:
-                self._finish_encoded(group, readouts[group.request_id])
+            if group.request_id in outputs:
+                self._finish_encoded(group, outputs[group.request_id])
 
     def _run_encoder(self, groups: tuple[SequenceGroup, ...]) -> tuple[EncodeReport, dict[str, EncoderOutputs]]:
         """Encode the groups' sources together. Return the cost, and the requested encoder outputs by request id."""
@@ -363,8 +363,8 @@ class Stepper:
         is_read = any(not request.has_target for request in requests)
         with self._state.computing():
             report = runner.encode(sources, tables, type_ids=types, keep_memory=is_read)
-            readouts = read_out(requests, report.memory, runner) if report.memory is not None else {}
-        return report, readouts
+            outputs = read_out(requests, report.memory, runner) if report.memory is not None else {}
+        return report, outputs
 
     def _append(self, groups: Iterable[SequenceGroup]) -> None:
         """Give rows to the groups that have not ended meanwhile."""

@@ -35,6 +35,8 @@ _RECORD = struct.Struct("<ifH")
 _ID_BYTES = 40
 _LOGPROB_BYTES = 128
 _ALTERNATIVE_BYTES = 136
+# Memory of a beam in the record of a search.
+_BEAM_BYTES = 152
 
 
 class UnreadTokens:
@@ -109,10 +111,6 @@ def _unpacked(records: bytearray) -> list[TokenLogprob]:
         alternatives = tuple(zip(numbers[::2], numbers[1::2], strict=True))
         entries.append(TokenLogprob(token_id, logprob, alternatives))
     return entries
-
-
-# Memory of a beam in the record of a search.
-_BEAM_BYTES = 152
 
 
 class TokenSink(Protocol):
@@ -313,8 +311,8 @@ def _resolve(arrival: asyncio.Future[None]) -> None:
 def _bytes_of(event: TokenEvent) -> int:
     """Return the memory of what a terminal event reports, as objects; its other parts are small."""
     num_beams = sum(len(step.live) + len(step.finished) for step in event.beam_steps)
-    readout_bytes = 0 if event.encoder_outputs is None else event.encoder_outputs.values.nbytes
-    return bytes_of_logprobs(event.logprobs) + _BEAM_BYTES * num_beams + readout_bytes
+    encoder_bytes = 0 if event.encoder_outputs is None else event.encoder_outputs.values.nbytes
+    return bytes_of_logprobs(event.logprobs) + _BEAM_BYTES * num_beams + encoder_bytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -34,12 +34,12 @@ from antiphon.rpc.endpoints import (
     ServerCall,
     grpc_handler,
     one_request,
-    parser,
     request_stream,
 )
 from antiphon.rpc.grpc_fixes.core_cancel import cancel_call
 from antiphon.rpc.grpc_fixes.deadline import monotonic_deadline_s
 from antiphon.rpc.grpc_fixes.resets import Resets
+from antiphon.rpc.parsing import parser
 from antiphon.rpc.status import ClientGone, abort, code_of, failure_of, status_of
 
 # Delay before a client should retry a call that was refused for the number of calls: some have ended by then.

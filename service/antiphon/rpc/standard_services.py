@@ -18,8 +18,9 @@ from grpc_health.v1 import health, health_pb2
 from antiphon.domain.errors import InvalidArgument, Unsupported
 from antiphon.rpc.client_waits import Stage
 from antiphon.rpc.context import GrpcContext
-from antiphon.rpc.endpoints import Endpoint, Malformed, Parser, ServerCall, grpc_handler
+from antiphon.rpc.endpoints import Endpoint, ServerCall, grpc_handler
 from antiphon.rpc.middleware import CallMiddleware
+from antiphon.rpc.parsing import Malformed, Parser
 
 LIVENESS = "liveness"
 

@@ -20,8 +20,9 @@ from antiphon.domain.errors import InvalidArgument, Status
 from antiphon.engine.engine import Engine
 from antiphon.observability.call import CallRecord
 from antiphon.rpc.context import RequestContext
-from antiphon.rpc.endpoints import grpc_handler, idle_stream, parser
+from antiphon.rpc.endpoints import grpc_handler, idle_stream
 from antiphon.rpc.middleware import CallMiddleware
+from antiphon.rpc.parsing import parser
 from antiphon.rpc.v1.models import Models
 from antiphon.server.machine import ResidentMemory, memory_bytes, usable_cores
 

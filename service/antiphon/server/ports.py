@@ -11,13 +11,12 @@ from grpc_health.v1 import health_pb2_grpc
 from prometheus_client import CollectorRegistry
 
 from antiphon.client import DEFAULT_TARGET
-from antiphon.rpc.access_settings import AccessSettings
 from antiphon.rpc.grpc_fixes.port_certificates import HANDSHAKE_TIMEOUT_S, PortCertificates
 from antiphon.rpc.ports import PortError, check_port, serve_metrics
 from antiphon.rpc.standard_services import HealthServicer
 from antiphon.rpc.v1.models import LoadedModel
 from antiphon.server.access import Access
-from antiphon.server.settings import ServerConfig
+from antiphon.server.settings import AccessSettings, ServerConfig
 from antiphon.v1 import inference_pb2 as pb
 
 # Time for the last bytes of calls that have ended, and for clients that watch the health.

@@ -17,8 +17,15 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsError
 
-from antiphon.rpc.access_settings import contradiction
-from antiphon.server.settings import ENV_PREFIX, SHIPPED_BUNDLE, ConfigError, ModelSettings, ServerConfig, fields
+from antiphon.server.settings import (
+    ENV_PREFIX,
+    SHIPPED_BUNDLE,
+    ConfigError,
+    ModelSettings,
+    ServerConfig,
+    contradiction,
+    fields,
+)
 
 CONFIG_VARIABLE = f"{ENV_PREFIX}CONFIG"
 

@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from antiphon.bundle.manifest import Bundle, GraphSet
 from antiphon.domain.limits import EngineLimits
 from antiphon.ops.cache_geometry import BLOCK_SIZE
-from antiphon.rpc.access_settings import AccessSettings
 from antiphon.rpc.client_waits import FLOOD_FACTOR
 from antiphon.server.app import MAX_INCOMPLETE_BYTES
 from antiphon.server.models.memory import Need, need_of
 from antiphon.server.ports import max_unaccepted_calls
+from antiphon.server.settings import AccessSettings
 
 KIB, MIB = 1 << 10, 1 << 20
 

@@ -82,8 +82,8 @@ class _Evaluation:
     def classify(self, items: Sequence[Labelled]) -> LabelScore:
         """Measure the accuracy of texts."""
         sources = [(self._tokenizer.encode(item.text)[: self._room], (0,)) for item in items]
-        readouts, seconds = self._run(Task.CLASSIFY, sources)
-        right = sum(self._best(readout)[0] == item.label for readout, item in zip(readouts, items, strict=True))
+        outputs, seconds = self._run(Task.CLASSIFY, sources)
+        right = sum(self._best(output)[0] == item.label for output, item in zip(outputs, items, strict=True))
         return LabelScore(
             system=self._system, measure="accuracy", value=right / len(items), texts=len(items), seconds=seconds
         )
@@ -94,11 +94,11 @@ class _Evaluation:
         encodings = [self._tokenizer.encode_source(item.text) for item in items]
         ids = [encoding.ids[: self._room] for encoding in encodings]
         sources = [(tokens, tuple(range(before, before + len(tokens)))) for tokens in ids]
-        readouts, seconds = self._run(Task.TAG, sources)
+        outputs, seconds = self._run(Task.TAG, sources)
         words = [words_of_tokens(i.words, e.offsets)[: self._room] for i, e in zip(items, encodings, strict=True)]
         tags = [
-            first_tags(of_tokens, self._best(readout), len(item.words))
-            for of_tokens, readout, item in zip(words, readouts, items, strict=True)
+            first_tags(of_tokens, self._best(output), len(item.words))
+            for of_tokens, output, item in zip(words, outputs, items, strict=True)
         ]
         score = span_score([item.tags for item in items], tags)
         return LabelScore(
@@ -115,13 +115,13 @@ class _Evaluation:
     def _system(self) -> str:
         return f"antiphon {self._runner.facts.precision}"
 
-    def _best(self, readout: EncoderOutputs) -> list[str]:
-        return [self._labels[best] for best in readout.values.argmax(axis=1).tolist()]
+    def _best(self, output: EncoderOutputs) -> list[str]:
+        return [self._labels[best] for best in output.values.argmax(axis=1).tolist()]
 
     def _run(
         self, task: Task, sources: Sequence[tuple[Sequence[int], tuple[int, ...]]]
     ) -> tuple[list[EncoderOutputs], float]:
-        """Run the head on each text: its tokens, and the positions to read. Return the readouts and the seconds."""
+        """Run the head on each text: its tokens, and the positions to read. Return the outputs and the seconds."""
         requests = []
         for index, (ids, picks) in enumerate(sources):
             source_ids, type_ids = fill(self._text, ids)
