@@ -90,7 +90,7 @@ class AdminClient:
     def get_cache(self, model: str = "", *, timeout_s: float | None = None) -> admin_pb2.GetCacheResponse:
         """Return the cache blocks of a model, or of all, and the running requests that hold them. Raises ServerError.
 
-        Of a server of several processes, each has a cache of its own.
+        In a server of several processes, every process has a cache of its own.
         """
         with server_errors():
             return self._stub.GetCache(

@@ -1,6 +1,6 @@
 """Outputs of a step: tokens to stream, outputs that end, and their terminal events.
 
-Of a sequence, only the state that depends on its tokens changes here. Nothing is ended or freed here.
+This module changes only the state of a sequence that depends on its tokens. It ends no request and frees nothing.
 """
 
 from __future__ import annotations

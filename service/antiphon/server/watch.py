@@ -1,7 +1,7 @@
 """Periodic checks of a running server: engines that hang, delays of the event loop, connections and free memory.
 
-Reports engines and delays, and ends neither: threads cannot be ended from within, and the blocks of a step that never
-ended cannot be trusted. The liveness probe fails while an engine hangs, so that an orchestrator ends the process.
+An engine that hangs is reported and not ended: Python cannot end a thread, and the blocks of a step that never ended
+cannot be trusted. The liveness probe fails while an engine hangs, so that an orchestrator ends the process.
 """
 
 from __future__ import annotations

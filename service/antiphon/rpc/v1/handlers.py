@@ -73,8 +73,8 @@ class Handlers:
     def _check_room(self, call: CallRecord) -> None:
         """Raise QueueFull if no request of this caller could wait, whatever it is.
 
-        Under overload most calls are refused, and reading their requests would take most of the time. Of several models
-        the request must be read to know which one it asks.
+        Under overload most calls are refused, and reading their requests would take most of the time. With several
+        models the request must be read to know which model it names.
         """
         if len(self.models) != 1:
             return
