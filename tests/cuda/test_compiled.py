@@ -12,9 +12,10 @@ from collections.abc import Mapping
 
 import pytest
 
+from antiphon.errors import BudgetError
 from antiphon.ops.cuda.kernel_list import ARCHITECTURES, KERNELS, variants
 from antiphon.ops.cuda.library_file import Image, library_name, read_library
-from antiphon.ops.cuda.resource_usage import BudgetError, ResourceUsage, check_budget, instructions_of, usage_of
+from antiphon.ops.cuda.resource_usage import ResourceUsage, check_budget, instructions_of, usage_of
 
 # Registers of a thread that leave room for two programs of four warps beside each other where memory is the limit.
 MEMORY_BOUND_REGISTERS = 128

@@ -17,7 +17,8 @@ import torch
 from onnx import helper, numpy_helper
 from torch import Tensor
 
-from antiphon.ops.cuda.driver import CudaDevice, CudaError
+from antiphon.errors import CudaError
+from antiphon.ops.cuda.driver import CudaDevice
 from antiphon.ops.cuda.library_file import VERSION
 from antiphon.ops.cuda.nodes import NODES
 from antiphon.ops.operator import Node

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from antiphon.bundle.graph import GraphError
 from antiphon.bundle.manifest import Bundle
 from antiphon.bundle.session import cuda_session
+from antiphon.errors import GraphError
 from antiphon.ops.cuda.driver import CudaDevice
 from antiphon.ops.sampling import Samples, SamplingArrays
 from antiphon.runtime.cuda.runner import CudaEncoderRunner, CudaRunner

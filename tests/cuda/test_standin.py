@@ -15,7 +15,8 @@ import torch
 from onnx import helper
 from torch import Tensor
 
-from antiphon.ops.cuda.driver import CudaDevice, CudaError, describe
+from antiphon.errors import CudaError
+from antiphon.ops.cuda.driver import CudaDevice, describe
 from tests.cuda.device_graphs import ONNX_TYPES, DeviceGraph, DeviceTensor, model_of, restored
 from tests.cuda.standin.device import ARCHITECTURE, StandIn
 from tests.cuda.test_kernels import DTYPES, Draw

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import huggingface_hub.constants
 import pytest
 
-from antiphon.checkpoints.source_weights import SourceError
+from antiphon.errors import SourceError
 from antiphon.importer.hub import find_checkpoint
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

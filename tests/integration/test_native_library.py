@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 import antiphon.ops
-from antiphon.ops.workspace import LIBRARY, NATIVE_VERSION, Workspace, WorkspaceError
+from antiphon.errors import WorkspaceError
+from antiphon.ops.workspace import LIBRARY, NATIVE_VERSION, Workspace
 
 NATIVE = Path(antiphon.ops.__file__).parent / "native"
 # Command of antiphon with another path of the library.

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from antiphon.export.graphs.contrib_lowering import LoweringError, lower_for_cpu
+from antiphon.errors import LoweringError
+from antiphon.export.graphs.contrib_lowering import lower_for_cpu
 from antiphon.ops.attention import attention, cached_attention
 from antiphon.ops.operator import DOMAIN
 from antiphon.ops.operators import fused_attention

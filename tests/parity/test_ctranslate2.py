@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from antiphon.architecture.config import ModelConfig, preset
-from antiphon.checkpoints.checkpoint import Checkpoint, CheckpointError
+from antiphon.checkpoints.checkpoint import Checkpoint
+from antiphon.errors import CheckpointError
 from antiphon.text.tokenizer import Tokenizer, byte_bpe_format
 from antiphon.tools.bench.ctranslate2_conversion import save_ctranslate2_model, translate
 from antiphon.transformer.greedy import greedy

@@ -34,18 +34,18 @@ from prometheus_client import CollectorRegistry
 from antiphon.architecture.config import preset
 from antiphon.bundle.manifest import Bundle, Precision
 from antiphon.checkpoints.ctranslate2.model_file import ModelFile
-from antiphon.checkpoints.source_weights import SourceError
 from antiphon.controls.table import EarlyStopping
 from antiphon.domain.request import TokenEvent
 from antiphon.domain.sampling_params import SamplingParams
 from antiphon.engine.engine import Engine
 from antiphon.engine.stream import OutputStream
+from antiphon.errors import SourceError, TokenizerError
 from antiphon.export.weights.quantize import quantize_rows
 from antiphon.importer.importer import ImportOptions, _inspect, _Source, import_checkpoint, load_model
 from antiphon.observability.engine_metrics import Metrics
 from antiphon.observability.metrics import MetricFamilies
 from antiphon.runtime.lanes import open_runner
-from antiphon.text.tokenizer import Tokenizer, TokenizerError, open_tokenizer
+from antiphon.text.tokenizer import Tokenizer, open_tokenizer
 from antiphon.tools.bench.ctranslate2_conversion import ctranslate2_specification, save_ctranslate2_model, translate
 from antiphon.transformer.greedy import greedy
 from tests.fakes import limits_for, request_of

@@ -22,12 +22,12 @@ from antiphon.bundle.graph_ports import (
 )
 from antiphon.bundle.manifest import GraphSet, Precision, load_bundle
 from antiphon.checkpoints.checkpoint import Checkpoint
+from antiphon.errors import ExportError, LoweringError, VerificationError
 from antiphon.export import export
-from antiphon.export.export import CUDA_PRECISIONS, ExportError, export_bundle, write_graphs
+from antiphon.export.export import CUDA_PRECISIONS, export_bundle, write_graphs
 from antiphon.export.graphs import trace
-from antiphon.export.graphs.contrib_lowering import LoweringError
 from antiphon.export.graphs.cuda_lowering import MAX_VOCABULARY, check_config
-from antiphon.export.verification.verify import VerificationError, verify
+from antiphon.export.verification.verify import verify
 from antiphon.export.verification.verify_encoder import verify_encoder
 from antiphon.ops.cuda.nodes import NODES
 from antiphon.ops.operator import Node

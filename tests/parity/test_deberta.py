@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from antiphon.architecture.config import Disentangled
 from antiphon.bundle.native_encoder import NativeEncoder
 from antiphon.checkpoints.families import deberta_v2
-from antiphon.checkpoints.source_weights import SourceError
+from antiphon.errors import SourceError
 from antiphon.importer.importer import ImportOptions, import_checkpoint
 from antiphon.importer.original_tokenizer import open_original_tokenizer, write_tokenizer
 from antiphon.ops.disentangled import table_rows

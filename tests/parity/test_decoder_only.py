@@ -17,11 +17,11 @@ import torch
 import transformers
 
 from antiphon.bundle.manifest import Bundle
-from antiphon.checkpoints.source_weights import SourceError
 from antiphon.client import Options, ServerError
 from antiphon.domain.request import Request, TokenEvent
 from antiphon.domain.sampling_params import SamplingParams
-from antiphon.export.export import ExportError, export_bundle
+from antiphon.errors import ExportError, SourceError
+from antiphon.export.export import export_bundle
 from antiphon.export.verification.verify import verify
 from antiphon.importer.importer import ImportOptions, import_checkpoint
 from antiphon.ops.cache_geometry import BLOCK_SIZE, blocks_for

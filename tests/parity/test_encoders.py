@@ -16,10 +16,10 @@ from antiphon.bundle import graph_ports
 from antiphon.bundle.graph_ports import Port
 from antiphon.bundle.manifest import Bundle, Precision, load_bundle
 from antiphon.bundle.native_encoder import NativeEncoder
+from antiphon.errors import ExportError, VerificationError
 from antiphon.export import export, profile
-from antiphon.export.export import ExportError, export_bundle
+from antiphon.export.export import export_bundle
 from antiphon.export.graphs import trace
-from antiphon.export.verification.verify import VerificationError
 from antiphon.export.verification.verify_encoder import verify_encoder
 from antiphon.transformer.random_model import random_transformer
 from antiphon.transformer.transformer import Transformer

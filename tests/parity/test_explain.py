@@ -16,15 +16,14 @@ import pytest
 import torch
 
 from antiphon.bundle.explain_session import ExplainSession
-from antiphon.bundle.graph import GraphError
-from antiphon.bundle.manifest import Bundle, BundleError, Lowering, load_bundle
+from antiphon.bundle.manifest import Bundle, Lowering, load_bundle
 from antiphon.checkpoints.checkpoint import Checkpoint
 from antiphon.domain.errors import Unsupported
+from antiphon.errors import BundleError, GraphError, VerificationError
 from antiphon.export.explain.explain_graph import rounded, trace_explain, verify_explain
 from antiphon.export.explain.explain_module import ExplainModule
 from antiphon.export.explain.explain_weights import Layout, store_as
 from antiphon.export.export import export_bundle, write_graphs
-from antiphon.export.verification.verify import VerificationError
 from antiphon.export.weights.weights_file import WeightsFile
 from antiphon.runtime import explain
 from antiphon.runtime.explain import Explainer

@@ -15,10 +15,10 @@ import torch
 from antiphon.bundle import graph_ports
 from antiphon.bundle.manifest import Bundle, Lowering, Precision, Provenance, load_bundle
 from antiphon.checkpoints.checkpoint import Checkpoint
+from antiphon.errors import ExportError, VerificationError
 from antiphon.export import export
-from antiphon.export.export import ExportError, export_bundle
+from antiphon.export.export import export_bundle
 from antiphon.export.graphs import trace
-from antiphon.export.verification.verify import VerificationError
 from antiphon.transformer.random_model import random_transformer
 from antiphon.transformer.transformer import Transformer
 from tests.parity.exports import small_config

@@ -15,8 +15,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from antiphon.checkpoints.source_weights import SourceError
-from antiphon.export.verification.verify import VerificationError
+from antiphon.errors import SourceError, VerificationError
 from antiphon.importer.importer import ImportOptions, _convert, _inspect
 from antiphon.transformer.transformer import Transformer
 from tests.parity import seq2seq_checkpoints

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from antiphon.export.export import ExportError, export_bundle
+from antiphon.errors import ExportError
+from antiphon.export.export import export_bundle
 from antiphon.export.verification.verify import verify
 from antiphon.transformer.random_model import random_transformer
 from tests.parity.conftest import VARIANTS

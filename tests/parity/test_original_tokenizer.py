@@ -15,8 +15,8 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 from antiphon.architecture.config import ModelConfig
 from antiphon.checkpoints.families.family import family_of
 from antiphon.checkpoints.text_formats import tokenizers_format
+from antiphon.errors import NoTokenizersFile, TokenizerError
 from antiphon.importer.original_tokenizer import open_original_tokenizer, write_tokenizer
-from antiphon.text.format import NoTokenizersFile, TokenizerError
 from antiphon.text.tokenizer import open_tokenizer
 from tests.parity.tokenizer_checkpoints import KINDS, TEXTS, pieces
 

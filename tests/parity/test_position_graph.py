@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from antiphon.bundle.graph import GraphError
 from antiphon.bundle.position_tables import read_position_tables
+from antiphon.errors import GraphError, VerificationError
 from antiphon.export.graphs.position_graph import position_graph, verify_positions
-from antiphon.export.verification.verify import VerificationError
 from antiphon.export.weights.weights_file import WeightsFile
 from antiphon.transformer.random_model import random_transformer
 from antiphon.transformer.transformer import Transformer

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from antiphon.architecture.config import ModelConfig, preset
 from antiphon.checkpoints.checkpoint import Checkpoint, load_checkpoint
+from antiphon.errors import PruneError
 from antiphon.export.export import export_bundle
 from antiphon.training.data.translation_data import Batch, Example, collate
 from antiphon.training.pruning import prune
-from antiphon.training.pruning.head_choice import Choice, Each, PruneError, Share
+from antiphon.training.pruning.head_choice import Choice, Each, Share
 from antiphon.training.pruning.head_importance import attentions, head_gates, head_importance, sentence_losses
 from antiphon.training.pruning.prune import without_heads
 from antiphon.transformer.random_model import random_transformer

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from antiphon.bundle.manifest import Bundle
 from antiphon.checkpoints.checkpoint import Checkpoint
-from antiphon.checkpoints.source_weights import SourceError
 from antiphon.domain.request import Request
 from antiphon.domain.sampling_params import SamplingParams
+from antiphon.errors import SourceError
 from antiphon.importer.importer import ImportOptions, import_checkpoint, open_original
 from antiphon.rpc.v1.options import own_defaults
 from antiphon.runtime.native import NativeRunner

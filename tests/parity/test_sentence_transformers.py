@@ -22,9 +22,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from antiphon.bundle.manifest import load_bundle
-from antiphon.checkpoints.source_weights import SourceError
 from antiphon.client import ServerError
-from antiphon.export.verification.verify import VerificationError
+from antiphon.errors import SourceError, VerificationError
 from antiphon.importer import compare_pipeline
 from antiphon.importer.importer import ImportOptions, import_checkpoint
 from tests.bundle_serving import serving_bundle

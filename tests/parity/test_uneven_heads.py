@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from antiphon.bundle.manifest import Bundle, Lowering, load_bundle
-from antiphon.checkpoints.checkpoint import Checkpoint, CheckpointError
+from antiphon.checkpoints.checkpoint import Checkpoint
 from antiphon.client import ServerError
 from antiphon.domain.errors import Unsupported
 from antiphon.domain.sampling_params import SamplingParams
+from antiphon.errors import CheckpointError, LoweringError
 from antiphon.export.export import export_bundle
-from antiphon.export.graphs.contrib_lowering import LoweringError
 from antiphon.export.verification.verify import TOLERANCES, compare
 from antiphon.ops.cache_geometry import pool_axes
 from antiphon.runtime.explain import Explainer

@@ -12,14 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from antiphon.bundle.manifest import Bundle, BundleError, Precision, load_bundle
-from antiphon.checkpoints.checkpoint import (
-    Checkpoint,
-    CheckpointError,
-    load_checkpoint,
-    save_checkpoint,
-    weights_of,
-)
+from antiphon.bundle.manifest import Bundle, Precision, load_bundle
+from antiphon.checkpoints.checkpoint import Checkpoint, load_checkpoint, save_checkpoint, weights_of
+from antiphon.errors import BundleError, CheckpointError
 from antiphon.export.export import export_bundle
 from antiphon.export.graphs.graph_edit import constant_array
 from antiphon.export.verification.verify import verify

@@ -15,10 +15,11 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
 from antiphon.bundle.checksum import with_checksum
-from antiphon.bundle.manifest import MANIFEST_NAME, BundleError, load_bundle
+from antiphon.bundle.manifest import MANIFEST_NAME, load_bundle
 from antiphon.domain.errors import InvalidArgument
 from antiphon.domain.sampling_params import check_combination
 from antiphon.engine.stop_strings import StopFilter, TokenStopMatcher
+from antiphon.errors import BundleError
 from antiphon.rpc.parsing import parser
 from antiphon.rpc.v1.options import read_options
 from antiphon.server.settings import SHIPPED_BUNDLE

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from antiphon.bundle.manifest import MANIFEST_NAME, BundleError, load_bundle
+from antiphon.bundle.manifest import MANIFEST_NAME, load_bundle
+from antiphon.errors import BundleError
 from antiphon.server.settings import SHIPPED_BUNDLE
 from tests.integration.process import antiphon
 from tests.reliability.sizes import size

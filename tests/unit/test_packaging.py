@@ -52,8 +52,18 @@ def test_rules_of_imports_name_every_package() -> None:
         for root in SOURCE_ROOTS
         for path in (ROOT / root / "antiphon").glob("*/__init__.py")
     }
+    modules = {f"antiphon.{path.stem}" for root in SOURCE_ROOTS for path in (ROOT / root / "antiphon").glob("*.py")}
+    assert modules == {"antiphon.errors"}
     assert set(settings["root_packages"]) == packages
-    assert {name for layer in settings["contracts"][0]["layers"] for name in layer.split(" | ")} == packages
+    named = {name for layer in settings["contracts"][0]["layers"] for name in layer.split(" | ")}
+    assert named == packages | modules
+
+
+def test_errors_import_nothing_of_antiphon() -> None:
+    """import-linter follows the imports of packages only."""
+    path = ROOT / "model" / "antiphon" / "errors.py"
+    imports = [line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith(("import", "from"))]
+    assert imports == ["from __future__ import annotations"]
 
 
 def test_synchronous_client_is_generated_from_the_asynchronous_one() -> None:

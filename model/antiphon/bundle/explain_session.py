@@ -21,8 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from antiphon.architecture.config import ModelConfig
-from antiphon.bundle.graph import GraphError
 from antiphon.bundle.session import seldom_session
+from antiphon.errors import GraphError
 
 Floats = NDArray[np.float32]
 

@@ -13,17 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from antiphon.bundle.session import serving_session
-from antiphon.ops.workspace import Workspace, WorkspaceError
-
-
-class GraphError(Exception):
-    """A graph cannot be loaded or run; the message names the file and the graph.
-
-    Line breaks in ONNX Runtime's messages are replaced, so that the message is one line.
-    """
-
-    def __init__(self, message: str) -> None:
-        super().__init__(" ".join(line.strip() for line in message.splitlines()))
+from antiphon.errors import GraphError, WorkspaceError
+from antiphon.ops.workspace import Workspace
 
 
 class Graph:

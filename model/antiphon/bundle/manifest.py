@@ -28,6 +28,7 @@ from antiphon.architecture.heads import Task
 from antiphon.bundle.checksum import ChecksumError, verify_checksum, with_checksum
 from antiphon.bundle.external_data import NotAGraph, external_files
 from antiphon.bundle.token_ids import check_ids
+from antiphon.errors import BundleError
 from antiphon.text.format import TextFormat
 
 log = logging.getLogger(__name__)
@@ -43,10 +44,6 @@ Precision = Literal["float32", "int8", "int4", "bfloat16", "float16"]
 Lowering = Literal["native", "contrib", "eager", "cuda"]
 CacheType = Literal["float32", "float16"]
 Measure = Literal["bleu", "perplexity", "accuracy", "f1"]
-
-
-class BundleError(Exception):
-    """A bundle cannot be used; the message names the file or field and what was expected."""
 
 
 class _Strict(BaseModel):

@@ -18,6 +18,7 @@ from antiphon.architecture.config import ModelConfig
 from antiphon.bundle.manifest import GraphSet
 from antiphon.bundle.onnx_runtime import ort
 from antiphon.bundle.session import native_session
+from antiphon.errors import StepError
 from antiphon.ops.cache_geometry import blocks_for, pool_axes
 from antiphon.ops.sampling import SamplingArrays, greedy_sampling
 
@@ -27,10 +28,6 @@ Lens = NDArray[np.int32]
 
 # Value of table entries behind a row's blocks: a kernel that uses such an entry reads far outside the pool.
 _UNUSED_ENTRY = np.iinfo(np.int32).max
-
-
-class StepError(Exception):
-    """The outputs of a decoder graph contradict each other; the message names them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

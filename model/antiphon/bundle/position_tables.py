@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from antiphon.bundle.graph import GraphError
 from antiphon.bundle.session import seldom_session
+from antiphon.errors import GraphError
 
 Floats = NDArray[np.float32]
 

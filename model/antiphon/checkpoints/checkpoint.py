@@ -27,6 +27,7 @@ from torch import Tensor
 
 from antiphon.architecture.config import ModelConfig
 from antiphon.bundle.manifest import GenerationDefaults, Provenance
+from antiphon.errors import CheckpointError
 from antiphon.text.format import TextFormat
 from antiphon.text.tokenizer import Tokenizer, byte_bpe_format, open_tokenizer
 from antiphon.transformer.transformer import Transformer
@@ -49,10 +50,6 @@ class Shape(Protocol):
     def model_dump(self) -> dict[str, Any]:
         """Return the fields for config.json."""
         ...
-
-
-class CheckpointError(Exception):
-    """A checkpoint cannot be used; the message names the file or tensor."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,7 +11,8 @@ import torch
 from pydantic import ValidationError
 
 from antiphon.architecture.config import ModelConfig
-from antiphon.checkpoints.checkpoint import Checkpoint, CheckpointError
+from antiphon.checkpoints.checkpoint import Checkpoint
+from antiphon.errors import CheckpointError
 from antiphon.transformer.transformer import Transformer
 
 _TABLES = {"max_source_len": "encoder.positions.table", "max_target_len": "decoder.positions.table"}

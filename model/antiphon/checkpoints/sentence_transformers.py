@@ -22,7 +22,8 @@ from tokenizers import normalizers
 from antiphon.architecture.config import ModelConfig
 from antiphon.architecture.heads import HeadActivation, Pooling, Scores
 from antiphon.checkpoints.settings import describe, read_json
-from antiphon.checkpoints.source_weights import SourceError, open_tensors
+from antiphon.checkpoints.source_weights import open_tensors
+from antiphon.errors import SourceError
 from antiphon.transformer.heads import Head
 from antiphon.transformer.transformer import Transformer
 

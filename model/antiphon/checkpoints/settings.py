@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from antiphon.architecture.config import Activation, ModelConfig
-from antiphon.checkpoints.source_weights import SourceError, SourceWeights
+from antiphon.checkpoints.source_weights import SourceWeights
+from antiphon.errors import SourceError
 from antiphon.text.format import TextFormat
 
 Settings = Mapping[str, Any]

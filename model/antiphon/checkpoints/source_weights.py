@@ -19,6 +19,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from antiphon.errors import SourceError
+
 _SHOWN = 5
 # Prefixes of names in checkpoints of a wrapped model, and what wrapped it; transformers does not remove them either.
 _WRAPPERS = {"_orig_mod.": "torch.compile", "module.": "DataParallel"}
@@ -27,10 +29,6 @@ _QUANTISED = ("qweight", "qzeros", "g_idx", "SCB", "absmax", "weight_scale", "we
 _T = TypeVar("_T")
 # Function from a tensor of a checkpoint, float32, to the tensor after a change of the same shape; raises SourceError.
 Change = Callable[[Tensor], Tensor]
-
-
-class SourceError(Exception):
-    """A checkpoint cannot be imported; the message names the file, the setting or the tensors, and what to do."""
 
 
 class SourceWeights:

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from antiphon.text.format import NoTokenizersFile, Slot, Template, TextFormat, TokenizerError
+from antiphon.errors import NoTokenizersFile, TokenizerError
+from antiphon.text.format import Slot, Template, TextFormat
 from antiphon.text.open_text import read_pieces
 
 # Language tokens of public checkpoints. The named group is the language code for users.

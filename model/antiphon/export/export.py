@@ -23,7 +23,6 @@ from antiphon.bundle.manifest import (
     MANIFEST_NAME,
     NAME_PATTERN,
     Bundle,
-    BundleError,
     CacheType,
     GraphSet,
     Lowering,
@@ -34,20 +33,19 @@ from antiphon.bundle.manifest import (
     load_bundle,
     write_manifest,
 )
-from antiphon.checkpoints.checkpoint import Checkpoint, CheckpointError, load_checkpoint
+from antiphon.checkpoints.checkpoint import Checkpoint, load_checkpoint
 from antiphon.checkpoints.lengths import with_lengths
+from antiphon.errors import ExportError, ModelError
 from antiphon.export.explain.explain_graph import trace_explain, verify_explain
 from antiphon.export.explain.explain_weights import Layout, store_as
-from antiphon.export.graphs.contrib_lowering import LoweringError
 from antiphon.export.graphs.cuda_lowering import check_config, lower_for_cuda
 from antiphon.export.graphs.position_graph import position_graph, verify_positions
 from antiphon.export.graphs.trace import trace_decoder, trace_encoder, trace_head
-from antiphon.export.verification.verify import VerificationError, verify
+from antiphon.export.verification.verify import verify
 from antiphon.export.verification.verify_encoder import verify_encoder
 from antiphon.export.weights.packing import pack_weights
 from antiphon.export.weights.quantize import quantize
 from antiphon.export.weights.weights_file import WeightsFile
-from antiphon.text.tokenizer import TokenizerError
 from antiphon.transformer.transformer import Transformer
 
 PRECISIONS: tuple[Precision, ...] = ("float32", "int8")  # default of a bundle
@@ -57,10 +55,6 @@ CPU_LOWERINGS: tuple[Lowering, ...] = ("native", "contrib", "eager")
 LOWERINGS: tuple[Lowering, ...] = (*CPU_LOWERINGS, "cuda")
 POSITIONS_NAME = "positions.onnx"
 CACHE_TYPES: tuple[CacheType, ...] = ("float32", "float16")
-
-
-class ExportError(Exception):
-    """A checkpoint cannot be exported; the message names the reason."""
 
 
 def export_bundle(
@@ -390,15 +384,7 @@ def run(args: argparse.Namespace) -> int:
             name=args.name,
             overwrite=args.overwrite,
         )
-    except (
-        ExportError,
-        CheckpointError,
-        TokenizerError,
-        BundleError,
-        LoweringError,
-        VerificationError,
-        OSError,
-    ) as error:
+    except (ModelError, OSError) as error:
         print(f"antiphon export: {error}", file=sys.stderr)
         return 2
     size = sum(entry.size for entry in bundle.manifest.files.values())

@@ -21,22 +21,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from antiphon.architecture.config import ModelConfig, preset
-from antiphon.bundle.graph import Graph, GraphError
+from antiphon.bundle.graph import Graph
 from antiphon.bundle.machine import available_bytes, processor_name
-from antiphon.bundle.manifest import (
-    Bundle,
-    BundleError,
-    GraphSet,
-    Manifest,
-    MemoryFit,
-    MemoryProfile,
-    load_bundle,
-    write_manifest,
-)
+from antiphon.bundle.manifest import Bundle, GraphSet, Manifest, MemoryFit, MemoryProfile, load_bundle, write_manifest
 from antiphon.bundle.memory_fit import MIN_LENGTHS, Measurement, fit_memory
 from antiphon.bundle.onnx_runtime import ort
+from antiphon.errors import GraphError, ModelError
 from antiphon.ops.cache_geometry import blocks_for, pool_axes
-from antiphon.ops.workspace import Workspace, WorkspaceError
+from antiphon.ops.workspace import Workspace
 from antiphon.text.format import TextFormat
 
 DEFAULT_ROWS = (1, 4, 16)
@@ -45,7 +37,7 @@ _SHORTEST = 16
 _MIB = 1 << 20
 
 
-class ProfileError(Exception):
+class ProfileError(ModelError):
     """The profile cannot be made with these options; the message names the option."""
 
 
@@ -104,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
         plot_memory(
             plot, measurements, fits, num_heads=bundle.manifest.model.num_heads, title=f"{bundle.manifest.name} encoder"
         )
-    except (BundleError, GraphError, WorkspaceError, ProfileError, OSError) as error:
+    except (ModelError, OSError) as error:
         print(f"antiphon profile: {error}", file=sys.stderr)
         return 2
     _print_table(measurements, fits)

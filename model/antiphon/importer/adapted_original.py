@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from antiphon.checkpoints.adapters.adapter import PREFIX, Adapter
-from antiphon.export.verification.verify import VerificationError
+from antiphon.errors import VerificationError
 
 
 def insert_adapter(original: Any, adapter: Adapter) -> None:

@@ -12,9 +12,9 @@ from pydantic import ValidationError
 from antiphon.architecture.config import ModelConfig
 from antiphon.bundle.manifest import GenerationDefaults
 from antiphon.checkpoints.settings import in_one_line, read_json
-from antiphon.checkpoints.source_weights import SourceError
 from antiphon.controls.rules import RULES
 from antiphon.controls.table import SAMPLING_CONTROLS, EarlyStopping, SamplingFields, TextFields
+from antiphon.errors import SourceError
 from antiphon.text.format import TextFormat
 
 Settings = Mapping[str, Any]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from antiphon.checkpoints.source_weights import SourceError
+from antiphon.errors import SourceError
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _TEXT_FILES = ("*.json", "*.txt", "*.spm", "*.model", "*.bpe", "README.md")

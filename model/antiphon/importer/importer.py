@@ -26,7 +26,8 @@ from antiphon.checkpoints.checkpoint import Checkpoint
 from antiphon.checkpoints.families.family import Family, Settings, family_in
 from antiphon.checkpoints.sentence_transformers import load_dense, lower_first, with_declared_parts
 from antiphon.checkpoints.settings import describe, with_class_defaults
-from antiphon.checkpoints.source_weights import SourceError, SourceWeights
+from antiphon.checkpoints.source_weights import SourceWeights
+from antiphon.errors import NoTokenizersFile, SourceError, TokenizerError
 from antiphon.export.export import PRECISIONS, check_target, export_bundle
 from antiphon.importer.adapted_head import with_trained_head
 from antiphon.importer.compare_pipeline import PipelineAnswer, compare_pipeline, run_pipeline
@@ -47,8 +48,8 @@ from antiphon.importer.original import (
 )
 from antiphon.importer.original_tokenizer import TEXTS, compare_texts, open_original_tokenizer, write_tokenizer
 from antiphon.importer.provenance import provenance_of
-from antiphon.text.format import NoTokenizersFile, TextFormat
-from antiphon.text.tokenizer import Tokenizer, TokenizerError, encode_sources, open_tokenizer
+from antiphon.text.format import TextFormat
+from antiphon.text.tokenizer import Tokenizer, encode_sources, open_tokenizer
 from antiphon.transformer.transformer import Transformer
 
 # Larger models have no explain graph unless --explain is given, because it is traced and verified separately.

@@ -25,7 +25,8 @@ from antiphon.architecture.config import ModelConfig
 from antiphon.architecture.heads import FIRST_TOKEN_TASKS, Task
 from antiphon.checkpoints.adapters.adapter import Adapter
 from antiphon.checkpoints.settings import in_one_line
-from antiphon.export.verification.verify import TOLERANCES, VerificationError
+from antiphon.errors import VerificationError
+from antiphon.export.verification.verify import TOLERANCES
 from antiphon.importer.adapted_original import insert_adapter
 from antiphon.transformer.transformer import Transformer
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from antiphon.checkpoints.settings import in_one_line, read_json
-from antiphon.export.verification.verify import VerificationError
+from antiphon.errors import TokenizerError, VerificationError
 from antiphon.importer.original import quiet_transformers
-from antiphon.text.format import TextFormat, TokenizerError
+from antiphon.text.format import TextFormat
 from antiphon.text.segmenters import may_be_typed
 from antiphon.text.template import LanguageIds, fill
 from antiphon.text.tokenizer import Tokenizer

@@ -8,24 +8,12 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from antiphon.bundle.manifest import BundleError
-from antiphon.checkpoints.checkpoint import CheckpointError
 from antiphon.client import ServerError
-from antiphon.export.export import ExportError
-from antiphon.export.verification.verify import VerificationError
+from antiphon.errors import ModelError, RecipeError
 from antiphon.lab.experiment import Experiment, run_trials
-from antiphon.lab.measures.served import ServeError
 from antiphon.lab.registry import EXPERIMENTS
 from antiphon.lab.report import write_report
 from antiphon.lab.setting import Setting, parse_scale
-from antiphon.text.tokenizer import TokenizerError
-from antiphon.training.pruning.head_choice import PruneError
-from antiphon.training.recipe import RecipeError
-
-_ERRORS = (
-    RecipeError, CheckpointError, TokenizerError, PruneError, ExportError, VerificationError, BundleError, ServeError,
-    ServerError, OSError,
-)  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,7 +48,7 @@ def run_named(names: list[str], args: argparse.Namespace) -> int:
         setting = _setting(args)
         for experiment in _chosen(names):
             _run(experiment, setting, args.jobs)
-    except _ERRORS as error:
+    except (ModelError, ServerError, OSError) as error:
         print(f"antiphon lab: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from antiphon.errors import RecipeError
 from antiphon.lab.trial import Folders
-from antiphon.training.recipe import RecipeError
 
 TOY = "toy"
 

@@ -14,6 +14,7 @@ from functools import cache
 from types import TracebackType
 from typing import Any, Literal
 
+from antiphon.errors import KernelError
 from antiphon.ops.workspace import native_library
 
 PORTABLE = "portable"
@@ -21,10 +22,6 @@ KERNELS = ("amx", "avx512", "avxvnni", "avx2", PORTABLE)
 """Names of all kernels, the fastest first."""
 
 _RUN = ctypes.c_void_p
-
-
-class KernelError(Exception):
-    """A run that this processor cannot make; the message names the kernels."""
 
 
 @dataclass(frozen=True, slots=True)

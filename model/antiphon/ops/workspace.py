@@ -15,16 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from antiphon.errors import WorkspaceError
+
 LIBRARY = Path(__file__).with_name("_native.so")
 # Version of the native library, the same as antiphon_native_version in native/register.cc: raise both together.
 NATIVE_VERSION = 8
 
 _HANDLE = ctypes.c_void_p  # of an allocator; None is the process's own
 _BUILD_IT = "install antiphon again (or `make stubs` in a checkout) to build it"
-
-
-class WorkspaceError(Exception):
-    """The native library is missing or does not fit this installation; the message names the file and the reason."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,7 +14,7 @@ from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from antiphon.text.format import TokenizerError
+from antiphon.errors import TokenizerError
 from antiphon.text.open_text import Vocabularies
 from antiphon.text.segmenters import Backend
 from antiphon.text.token_bytes import byte_alphabet

@@ -14,14 +14,6 @@ Slot = Literal["$text", "$pair", "$source_language", "$target_language"]
 Template = tuple[int | Slot, ...]
 
 
-class TokenizerError(Exception):
-    """A tokenizer file cannot be used; the message names it."""
-
-
-class NoTokenizersFile(TokenizerError):
-    """A checkpoint has no tokenizer.json; it can possibly be made from the checkpoint's other files."""
-
-
 class TextFormat(BaseModel):
     """Tokenizer files and rules of one model.
 

@@ -9,7 +9,8 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
-from antiphon.text.format import TextFormat, TokenizerError
+from antiphon.errors import TokenizerError
+from antiphon.text.format import TextFormat
 from antiphon.text.segmenters import Backend, Bytes, Pieces, Segmenter, Words, may_be_typed
 from antiphon.text.token_bytes import byte_piece, space_before, token_decoding_of, word_marked
 from antiphon.text.token_table import Strips, TokenTable, table_of

@@ -15,7 +15,7 @@ from typing import Any
 
 from tokenizers import Tokenizer, models
 
-from antiphon.text.format import TokenizerError
+from antiphon.errors import TokenizerError
 
 WORD_MARK = "\u2581"  # SentencePiece's symbol for a space (Kudo & Richardson 2018)
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")

@@ -11,11 +11,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from antiphon.errors import TokenizerError as TokenizerError
 from antiphon.text import byte_bpe, word_piece
 from antiphon.text.byte_bpe import MASK_TOKEN as MASK_TOKEN
 from antiphon.text.byte_bpe import SPECIAL_TOKENS as SPECIAL_TOKENS
 from antiphon.text.format import TextFormat
-from antiphon.text.format import TokenizerError as TokenizerError
 from antiphon.text.open_text import Vocabularies, open_backend, open_text
 from antiphon.text.segmenters import Encoding
 from antiphon.text.template import LanguageIds, fill

@@ -9,14 +9,13 @@ from pathlib import Path
 
 import torch
 
-from antiphon.bundle.manifest import MANIFEST_NAME, BundleError, load_bundle
-from antiphon.checkpoints.checkpoint import Checkpoint, CheckpointError, load_checkpoint
-from antiphon.checkpoints.source_weights import SourceError
+from antiphon.bundle.manifest import MANIFEST_NAME, load_bundle
+from antiphon.checkpoints.checkpoint import Checkpoint, load_checkpoint
+from antiphon.errors import ModelError, RecipeError
 from antiphon.export.weights.unpacking import unpack_checkpoint
-from antiphon.text.tokenizer import TokenizerError
 from antiphon.training.group import Group
-from antiphon.training.recipe import AnyRecipe, FineTuneRecipe, PretrainRecipe, RecipeError, load_any_recipe
-from antiphon.training.trainer import Trainer, TrainingDiverged
+from antiphon.training.recipe import AnyRecipe, FineTuneRecipe, PretrainRecipe, load_any_recipe
+from antiphon.training.trainer import Trainer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     """Train; return 0 at the end, 2 after an error, with one line on standard error, 130 after an interrupt."""
     try:
         averaged = _trainer(args).run()
-    except (RecipeError, TrainingDiverged, CheckpointError, SourceError, BundleError, TokenizerError, OSError) as error:
+    except (ModelError, OSError) as error:
         print(f"antiphon train: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

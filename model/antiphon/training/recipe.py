@@ -14,6 +14,7 @@ from pydantic import Discriminator, Field, Tag, TypeAdapter, ValidationError, mo
 
 from antiphon.architecture.config import ModelConfig
 from antiphon.architecture.heads import HeadConfig
+from antiphon.errors import RecipeError
 from antiphon.text import word_piece
 from antiphon.text.exact_bpe import SMALLEST_VOCABULARY
 from antiphon.training.recipe_data import DataConfig, LabelledData, RunningText, Strict, TextData
@@ -22,10 +23,6 @@ RECIPES = Path(__file__).parent / "recipes"
 _WORD_PIECE_IDS = dict(
     pad_id=word_piece.PAD_ID, bos_id=word_piece.CLS_ID, eos_id=word_piece.SEP_ID, unk_id=word_piece.UNK_ID
 )
-
-
-class RecipeError(Exception):
-    """A recipe or its data cannot be used; the message names the file or field."""
 
 
 class MaskingConfig(Strict):

@@ -32,20 +32,14 @@ from antiphon.checkpoints.checkpoint import (
     save_checkpoint,
     weights_of,
 )
+from antiphon.errors import RecipeError, TrainingDiverged
 from antiphon.ops.attention import Backend
 from antiphon.training.attention_entropy import recorded_entropies
 from antiphon.training.batches_ahead import OpenTask, Place, batches_beside, batches_from
 from antiphon.training.group import Group
 from antiphon.training.loss_plot import plot_losses
 from antiphon.training.optimizer import Optimizer
-from antiphon.training.recipe import (
-    AnyRecipe,
-    LanguageModelRecipe,
-    PretrainRecipe,
-    Recipe,
-    RecipeError,
-    TrainConfig,
-)
+from antiphon.training.recipe import AnyRecipe, LanguageModelRecipe, PretrainRecipe, Recipe, TrainConfig
 from antiphon.training.tasks.distill_task import DistillTask
 from antiphon.training.tasks.fine_tune_task import FineTuneTask
 from antiphon.training.tasks.language_model_task import LanguageModelTask
@@ -93,10 +87,6 @@ def open_task(recipe: AnyRecipe, folders: RunFolders) -> TrainingTask[Any]:
     if isinstance(recipe, LanguageModelRecipe):
         return LanguageModelTask(recipe, folders)
     return FineTuneTask(recipe, folders)
-
-
-class TrainingDiverged(Exception):
-    """The loss is infinite or not a number; the message names the step."""
 
 
 class Trainer:

@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 
 from antiphon.architecture.config import ModelConfig, Part
 from antiphon.bundle.explain_session import ExplainSession
-from antiphon.bundle.graph import GraphError
 from antiphon.bundle.manifest import Bundle, Precision
 from antiphon.bundle.position_tables import Floats
 from antiphon.domain.errors import Unsupported
+from antiphon.errors import GraphError
 from antiphon.ops.cache_geometry import blocks_for
 from antiphon.ops.fixed_positions import alibi_slopes, rotary_rates, sinusoids
 from antiphon.ops.sampling import SamplingArrays, neutral_sampling

@@ -20,8 +20,9 @@ from numpy.typing import NDArray
 
 from antiphon.architecture.config import ModelConfig
 from antiphon.architecture.heads import Task as HeadTask
-from antiphon.bundle.graph import Graph, GraphError
+from antiphon.bundle.graph import Graph
 from antiphon.bundle.manifest import Bundle, GraphSet, Precision
+from antiphon.errors import GraphError
 from antiphon.ops.cache_geometry import BLOCK_SIZE, blocks_for, blocks_of_longest, pool_axes
 from antiphon.ops.sampling import FLOAT_PARAMS, INT_PARAMS, SamplingArrays
 from antiphon.ops.workspace import Workspace

@@ -12,13 +12,11 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
-from antiphon.bundle.manifest import BundleError, Precision, load_bundle
-from antiphon.checkpoints.source_weights import SourceError
+from antiphon.bundle.manifest import Precision, load_bundle
 from antiphon.cli.common import report_error
 from antiphon.client import AsyncClient, Generation, NextToken, Options
-from antiphon.export.export import ALL_PRECISIONS, CACHE_TYPES, ExportError, chosen_precisions
-from antiphon.export.graphs.contrib_lowering import LoweringError
-from antiphon.export.verification.verify import VerificationError
+from antiphon.errors import ModelError, VerificationError
+from antiphon.export.export import ALL_PRECISIONS, CACHE_TYPES, chosen_precisions
 from antiphon.importer.generation_settings import compared_tokens
 from antiphon.importer.importer import EXPLAINED_PARAMETERS, ImportOptions, import_checkpoint
 from antiphon.importer.original import OriginalAnswer
@@ -30,7 +28,7 @@ from antiphon.rpc.v1.models import Models
 from antiphon.server.app import build_server, build_waits, shared_resources
 from antiphon.server.models.loading import StartupError, load
 from antiphon.server.settings import ModelSettings, ServerConfig
-from antiphon.text.tokenizer import TokenizerError, open_tokenizer
+from antiphon.text.tokenizer import open_tokenizer
 
 # A token at the limit of a filter can be kept on one side only, which changes the others by its share.
 _MAX_LOGPROB_ERROR = 0.02
@@ -196,15 +194,7 @@ def run(args: argparse.Namespace) -> int:
     """Import a checkpoint; return 0 when the bundle is written, 2 after an error, with one line on standard error."""
     try:
         bundle = import_checkpoint(_options(args), check_served)
-    except (
-        SourceError,
-        TokenizerError,
-        ExportError,
-        BundleError,
-        LoweringError,
-        VerificationError,
-        OSError,
-    ) as error:
+    except (ModelError, OSError) as error:
         return report_error("import", error)
     size = sum(entry.size for entry in bundle.manifest.files.values())
     described = ", ".join(f"{graphs.lowering} {graphs.precision}" for graphs in bundle.manifest.graphs)

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from antiphon.errors import KernelError
 from antiphon.ops.kernel_runs import (
     KERNELS,
     PORTABLE,
     AttentionShape,
-    KernelError,
     KernelRun,
     ProductShape,
     active_kernels,

@@ -10,17 +10,9 @@ import numpy as np
 import onnx
 import pytest
 
-from antiphon.bundle.graph import GraphError
-from antiphon.bundle.manifest import (
-    Bundle,
-    BundleError,
-    MemoryFit,
-    MemoryProfile,
-    file_entry,
-    load_bundle,
-    write_manifest,
-)
+from antiphon.bundle.manifest import Bundle, MemoryFit, MemoryProfile, file_entry, load_bundle, write_manifest
 from antiphon.engine.kv_cache import BlockPool
+from antiphon.errors import BundleError, GraphError
 from antiphon.ops.cache_geometry import blocks_for
 from antiphon.ops.sampling import NONE_ALLOWED, Samples, SamplingArrays, sample
 from antiphon.runtime.lanes import open_runner

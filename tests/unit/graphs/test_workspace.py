@@ -17,7 +17,8 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 import antiphon.ops
-from antiphon.ops.workspace import Workspace, WorkspaceError, _NativeStats
+from antiphon.errors import WorkspaceError
+from antiphon.ops.workspace import Workspace, _NativeStats
 
 NATIVE = Path(antiphon.ops.__file__).parent / "native"
 WIDTH, INNER = 32, 128

@@ -10,8 +10,9 @@ import sacrebleu
 import torch
 
 from antiphon.architecture.config import Positions
-from antiphon.checkpoints.checkpoint import Checkpoint, CheckpointError, load_checkpoint
+from antiphon.checkpoints.checkpoint import Checkpoint, load_checkpoint
 from antiphon.checkpoints.lengths import with_lengths
+from antiphon.errors import CheckpointError
 from antiphon.lab.experiments.decoding import recomputed
 from antiphon.lab.measures.growth import crossing, growth
 from antiphon.lab.measures.teacher_forced import forced

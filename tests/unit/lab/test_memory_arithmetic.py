@@ -13,13 +13,14 @@ import torch
 
 from antiphon.architecture.config import ModelConfig, preset
 from antiphon.bundle.manifest import Bundle, Manifest, load_bundle
+from antiphon.errors import UncoveredModelError
 from antiphon.export.export import write_graphs
 from antiphon.lab.memory import measurement
 from antiphon.lab.memory.arithmetic import padding, training
 from antiphon.lab.memory.inference import native, native_weights, translation
 from antiphon.lab.memory.lengths import crossings, lecture_rows, longest, with_length
 from antiphon.lab.memory.sublayers import LOSS_ROWS
-from antiphon.lab.memory.terms import Case, LabBackend, Prediction, UncoveredModelError, num_parameters
+from antiphon.lab.memory.terms import Case, LabBackend, Prediction, num_parameters
 from antiphon.text.format import TextFormat
 from antiphon.training.group import Group
 from antiphon.training.tasks.loss import ROWS, padding_of

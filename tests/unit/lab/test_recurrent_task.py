@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from antiphon.checkpoints.checkpoint import CheckpointError, load_weights, read_tensors
+from antiphon.checkpoints.checkpoint import load_weights, read_tensors
+from antiphon.errors import CheckpointError, RecipeError
 from antiphon.lab.recurrent.recurrent_task import OpenRecurrent, RecurrentTask, load_recurrent
-from antiphon.training.recipe import RecipeError
 from antiphon.training.tasks.training_task import RunFolders
 from antiphon.training.tasks.translation_task import TranslationTask
 from antiphon.training.trainer import Trainer

@@ -14,7 +14,8 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from antiphon.bundle.external_data import NotAGraph, external_files
-from antiphon.bundle.manifest import MANIFEST_NAME, BundleError, load_bundle
+from antiphon.bundle.manifest import MANIFEST_NAME, load_bundle
+from antiphon.errors import BundleError
 from antiphon.server.settings import SHIPPED_BUNDLE
 from tests.manifests import edit_manifest
 

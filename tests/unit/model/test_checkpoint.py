@@ -7,7 +7,8 @@ import torch
 from antiphon.architecture.config import preset
 from antiphon.architecture.heads import HeadConfig
 from antiphon.bundle.manifest import Provenance
-from antiphon.checkpoints.checkpoint import CheckpointError, load_checkpoint, save_checkpoint, weights_of
+from antiphon.checkpoints.checkpoint import load_checkpoint, save_checkpoint, weights_of
+from antiphon.errors import CheckpointError
 from antiphon.text.tokenizer import Tokenizer
 from antiphon.transformer.transformer import Transformer
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from antiphon.checkpoints.adapters.adapter import open_adapter
 from antiphon.checkpoints.families import ctranslate2
-from antiphon.checkpoints.source_weights import SourceError
+from antiphon.errors import SourceError
 from antiphon.importer.importer import ImportOptions, _adapter, _inspect
 from tests.parity.decoder_checkpoints import write_decoder
 from tests.parity.seq2seq_checkpoints import save

@@ -9,7 +9,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from antiphon.checkpoints.families import llama
-from antiphon.checkpoints.source_weights import SourceError
+from antiphon.errors import SourceError
 from antiphon.transformer.positions import rotary_rates
 
 SIZES: dict[str, Any] = dict(

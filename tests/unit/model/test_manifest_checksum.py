@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from antiphon.bundle.manifest import FORMAT_VERSION, MANIFEST_NAME, BundleError, load_bundle
+from antiphon.bundle.manifest import FORMAT_VERSION, MANIFEST_NAME, load_bundle
+from antiphon.errors import BundleError
 from antiphon.server.settings import SHIPPED_BUNDLE
 from tests.manifests import edit_manifest
 

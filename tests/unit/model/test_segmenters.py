@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, normalizers, pre_tokenizers
 
-from antiphon.text.format import TextFormat, TokenizerError
+from antiphon.errors import TokenizerError
+from antiphon.text.format import TextFormat
 from antiphon.text.segmenters import Backend as BackendSegmenter
 from antiphon.text.segmenters import Bytes, Segmenter, WholeTokens, Words
 from antiphon.text.template import LanguageIds, UnknownLanguageError, fill, language_id, num_before

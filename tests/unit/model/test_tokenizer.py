@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import models
 
-from antiphon.text.tokenizer import MASK_TOKEN, SPECIAL_TOKENS, Tokenizer, TokenizerError, encoder_format
+from antiphon.errors import TokenizerError
+from antiphon.text.tokenizer import MASK_TOKEN, SPECIAL_TOKENS, Tokenizer, encoder_format
 
 SENTENCES = ["The weather is nice today.", "Größe, Übung, Straße!", "I don't know 12 of them."] * 4
 TOKENIZER = Tokenizer.train(SENTENCES, vocab_size=340)

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from antiphon.bundle.onnx_runtime import ort
-from antiphon.ops.cuda.driver import CudaDevice, CudaError, describe
+from antiphon.errors import CudaError
+from antiphon.ops.cuda.driver import CudaDevice, describe
 from antiphon.runtime.cuda.open_device import DeviceError, open_device
 
 HAS_DRIVER = ctypes.util.find_library("cuda") is not None

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from antiphon.bundle.graph import GraphError
+from antiphon.errors import GraphError
 from antiphon.runtime.explain import Edits, NextTokenScorer
 from tests.fakes import BOS_ID, FakeRunner, source_of
 

@@ -7,11 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from antiphon.errors import RecipeError
 from antiphon.text.tokenizer import Tokenizer
 from antiphon.training.data.corpus import held_out_rule, load_collections, load_corpus
 from antiphon.training.data.pair_epochs import RepeatedPairs, epoch_pairs
 from antiphon.training.data.token_splitting import TokenSplitter
-from antiphon.training.recipe import Augmentation, Recipe, RecipeError, load_recipe
+from antiphon.training.recipe import Augmentation, Recipe, load_recipe
 from antiphon.training.recipe_data import DataConfig
 from tests.pair_collections import collections, pairs_of
 from tests.recipe_files import write_recipe

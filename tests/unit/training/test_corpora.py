@@ -14,10 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from antiphon.cli.main import main
+from antiphon.errors import CorpusError
 from antiphon.training.corpora import command
 from antiphon.training.corpora.debian_docs import Paragraphs, write_corpus
 from antiphon.training.corpora.markup import paragraphs_of
-from antiphon.training.corpora.package_list import CorpusError, Package, load_packages
+from antiphon.training.corpora.package_list import Package, load_packages
 from antiphon.training.corpora.prose import is_prose, prose_of, split_sentences
 from antiphon.training.corpora.readers import READERS
 from antiphon.training.data.text_files import read_documents

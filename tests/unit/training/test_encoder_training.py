@@ -14,12 +14,13 @@ from antiphon.architecture.config import preset
 from antiphon.architecture.heads import FIRST_TOKEN_TASKS
 from antiphon.checkpoints.checkpoint import load_checkpoint, read_tensors
 from antiphon.cli.main import main
+from antiphon.errors import RecipeError
 from antiphon.text.template import fill
 from antiphon.training.command import frozen
 from antiphon.training.data.text_files import Part, Tagged
 from antiphon.training.data.translation_data import IGNORED_LABEL
 from antiphon.training.data.word_tags import first_tags, token_tags, words_of_tokens
-from antiphon.training.recipe import PretrainRecipe, RecipeError, load_any_recipe
+from antiphon.training.recipe import PretrainRecipe, load_any_recipe
 from antiphon.training.tasks.encoder_loss import EncoderLoss, label_accuracy
 from antiphon.training.tasks.pretrain_task import PretrainTask
 from antiphon.training.tasks.span_f1 import span_score

@@ -13,14 +13,15 @@ from pydantic import ValidationError
 from torch.nn import functional
 
 from antiphon.architecture.config import preset
-from antiphon.checkpoints.checkpoint import CheckpointError, load_checkpoint, read_tensors
+from antiphon.checkpoints.checkpoint import load_checkpoint, read_tensors
 from antiphon.cli.main import main
+from antiphon.errors import CheckpointError, RecipeError
 from antiphon.text.exact_bpe import END_ID, exact_bpe_format, train_exact_bpe
 from antiphon.text.tokenizer import Tokenizer, open_tokenizer
 from antiphon.training.data.running_text import read_running_text
 from antiphon.training.data.text_windows import Windows, adjacent_starts, shuffled_starts
 from antiphon.training.data.translation_data import IGNORED_LABEL
-from antiphon.training.recipe import LanguageModelRecipe, RecipeError, load_any_recipe
+from antiphon.training.recipe import LanguageModelRecipe, load_any_recipe
 from antiphon.training.tasks.language_loss import language_loss
 from antiphon.training.tasks.language_model_task import LanguageModelTask
 from antiphon.training.tasks.text_loss import text_loss

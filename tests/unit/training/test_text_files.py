@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from antiphon.errors import RecipeError
 from antiphon.training.data.text_files import (
     Labelled,
     Tagged,
@@ -16,7 +17,6 @@ from antiphon.training.data.text_files import (
     read_tagged,
     read_texts,
 )
-from antiphon.training.recipe import RecipeError
 from antiphon.training.recipe_data import LabelledData, TextFile
 
 

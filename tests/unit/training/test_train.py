@@ -15,13 +15,14 @@ import pytest
 import torch
 
 from antiphon.bundle.manifest import Precision
-from antiphon.checkpoints.checkpoint import CheckpointError, average_weights, load_checkpoint, read_tensors
+from antiphon.checkpoints.checkpoint import average_weights, load_checkpoint, read_tensors
 from antiphon.cli.main import main
+from antiphon.errors import CheckpointError, RecipeError
 from antiphon.export.export import export_bundle
 from antiphon.training.group import Group
 from antiphon.training.pruning.head_choice import Choice, Each, Share
 from antiphon.training.pruning.prune import prune
-from antiphon.training.recipe import Recipe, RecipeError, TrainConfig
+from antiphon.training.recipe import Recipe, TrainConfig
 from antiphon.training.tasks.translation_task import TranslationTask
 from antiphon.training.trainer import Trainer, learning_rate
 from antiphon.transformer.greedy import greedy

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from antiphon.architecture.config import preset
+from antiphon.errors import TrainingDiverged
 from antiphon.ops.attention import attention_weights
 from antiphon.training.attention_entropy import recorded_entropies
-from antiphon.training.trainer import TrainingDiverged
 from antiphon.transformer.layers import SelfAttention
 from antiphon.transformer.random_model import random_transformer
 from antiphon.transformer.transformer import Transformer

@@ -24,7 +24,8 @@ from torch import Tensor
 
 from antiphon.checkpoints.adapters.lora_config import CONFIG_NAME, LoraConfig, read_lora_config
 from antiphon.checkpoints.adapters.low_rank import BiasChange, LowRankChange
-from antiphon.checkpoints.source_weights import Change, SourceError, SourceWeights, open_tensors
+from antiphon.checkpoints.source_weights import Change, SourceWeights, open_tensors
+from antiphon.errors import SourceError
 
 _STEM = "adapter_model"
 _FILES = (f"{_STEM}.safetensors", f"{_STEM}.bin")

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from antiphon.checkpoints.settings import read_json
-from antiphon.checkpoints.source_weights import SourceError
+from antiphon.errors import SourceError
 
 CONFIG_NAME = "adapter_config.json"
 # Supported values of settings that choose the method. Other ways to start (pissa, olora, corda, loftq, lora_ga) change

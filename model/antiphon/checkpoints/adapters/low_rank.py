@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from antiphon.checkpoints.source_weights import SourceError
+from antiphon.errors import SourceError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

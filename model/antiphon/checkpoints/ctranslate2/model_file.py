@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from antiphon.checkpoints.source_weights import SourceError
+from antiphon.errors import SourceError
 
 NEWEST_VERSION = 6
 _NAMED_SPECIFICATION, _ALIASES, _TYPE_IDS = 2, 3, 4  # first version with each of them

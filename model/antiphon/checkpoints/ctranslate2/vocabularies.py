@@ -13,7 +13,7 @@ from typing import Any
 
 from antiphon.architecture.config import ModelConfig
 from antiphon.checkpoints.settings import Settings
-from antiphon.checkpoints.source_weights import SourceError
+from antiphon.errors import SourceError
 from antiphon.text.format import Template, TextFormat
 
 Tokens = tuple[list[str], list[str]]

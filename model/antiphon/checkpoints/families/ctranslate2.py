@@ -24,7 +24,8 @@ from antiphon.checkpoints.ctranslate2.vocabularies import is_shared, read_vocabu
 from antiphon.checkpoints.ctranslate2.weights import load
 from antiphon.checkpoints.families.family import Family
 from antiphon.checkpoints.settings import Settings, describe
-from antiphon.checkpoints.source_weights import SourceError, SourceWeights
+from antiphon.checkpoints.source_weights import SourceWeights
+from antiphon.errors import SourceError
 
 _HEADS = {"TransformerBase": 8, "TransformerBig": 16, "TransformerSpec": 8}  # for revisions without num_heads
 _NEWEST_REVISION = 7

@@ -11,7 +11,8 @@ from antiphon.checkpoints.families.architectures import encoder_only
 from antiphon.checkpoints.families.architectures.encoder_only import EncoderNames, HeadNames
 from antiphon.checkpoints.families.family import Family
 from antiphon.checkpoints.settings import Settings, known_activation, refuse_unless, setting
-from antiphon.checkpoints.source_weights import SourceError, SourceWeights
+from antiphon.checkpoints.source_weights import SourceWeights
+from antiphon.errors import SourceError
 from antiphon.transformer.layers import SelfAttention
 from antiphon.transformer.transformer import Transformer
 

@@ -17,7 +17,8 @@ from typing import Any, Protocol
 
 from antiphon.architecture.config import ModelConfig
 from antiphon.checkpoints import families
-from antiphon.checkpoints.source_weights import SourceError, SourceWeights, open_weights
+from antiphon.checkpoints.source_weights import SourceWeights, open_weights
+from antiphon.errors import SourceError
 from antiphon.text.format import TextFormat
 from antiphon.transformer.transformer import Transformer
 

@@ -24,8 +24,9 @@ from antiphon.checkpoints.settings import (
     setting,
     token_id,
 )
-from antiphon.checkpoints.source_weights import SourceError, SourceWeights
+from antiphon.checkpoints.source_weights import SourceWeights
 from antiphon.checkpoints.text_formats import tokenizers_format
+from antiphon.errors import SourceError
 from antiphon.text.format import TextFormat
 from antiphon.transformer.layers import DecoderLayer
 from antiphon.transformer.transformer import Transformer

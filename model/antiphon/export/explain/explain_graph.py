@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from antiphon.architecture.config import ModelConfig
 from antiphon.bundle.explain_session import ExplainSession, explain_inputs
 from antiphon.bundle.manifest import Precision
+from antiphon.errors import VerificationError
 from antiphon.export.explain.explain_module import ExplainModule
 from antiphon.export.graphs.simplify import forget_shapes, simplify
 from antiphon.export.graphs.trace import OPSET, quiet_exporter
-from antiphon.export.verification.verify import VerificationError
 from antiphon.export.weights.quantize import quantize_rows
 from antiphon.transformer.transformer import Transformer
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import onnx_ir as ir
 
+from antiphon.errors import LoweringError
 from antiphon.export.graphs.graph_edit import (
     Editor,
     constant_array,
@@ -28,10 +29,6 @@ from antiphon.ops.operator import DOMAIN
 from antiphon.ops.operators.fused_attention import ATTENTION, CACHED_ATTENTION
 
 CONTRIB = "com.microsoft"
-
-
-class LoweringError(Exception):
-    """A lowering has no operator for an attention node."""
 
 
 def lower_for_cpu(graph: ir.Graph) -> None:

@@ -28,7 +28,7 @@ from antiphon.bundle.graph_ports import (
     head_outputs,
 )
 from antiphon.bundle.manifest import Precision
-from antiphon.export.graphs.contrib_lowering import LoweringError
+from antiphon.errors import LoweringError
 from antiphon.export.graphs.cuda_graph import CudaGraph, State
 from antiphon.export.graphs.graph_edit import constant_array, static_dim
 from antiphon.ops.cuda import nodes

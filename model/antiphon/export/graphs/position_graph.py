@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from torch import nn
 
 from antiphon.bundle.position_tables import read_position_tables
+from antiphon.errors import VerificationError
 from antiphon.export.graphs.trace import OPSET
-from antiphon.export.verification.verify import VerificationError
 from antiphon.transformer.transformer import Stack, Transformer
 
 Floats = NDArray[np.float32]

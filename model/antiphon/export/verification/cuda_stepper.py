@@ -23,13 +23,13 @@ from antiphon.bundle.native_stepper import (
     Ids,
     Lens,
     Sequences,
-    StepError,
     listed_logprobs,
     offsets_of,
     reserve,
     sampling_inputs,
     whole_vocabulary,
 )
+from antiphon.errors import StepError
 from antiphon.export.verification.cuda_evaluator import CudaEvaluator, shared
 from antiphon.ops.cache_geometry import cuda_pool_axes
 from antiphon.ops.cuda.nodes import PADDING, PREVIOUS, TILE

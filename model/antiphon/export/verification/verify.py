@@ -18,14 +18,11 @@ import torch
 
 from antiphon.architecture.config import ModelConfig
 from antiphon.bundle.manifest import GraphSet, Precision
-from antiphon.bundle.native_stepper import NativeStepper, StepError
+from antiphon.bundle.native_stepper import NativeStepper
 from antiphon.bundle.stepper import Floats, GraphStepper, Ids, Lens
+from antiphon.errors import StepError, VerificationError
 from antiphon.export.verification.cuda_stepper import CudaStepper, cuda_stepper
 from antiphon.transformer.transformer import Transformer
-
-
-class VerificationError(Exception):
-    """Exported graphs disagree with the model; the message names the graphs, the measure and the limit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,8 +15,8 @@ import torch
 
 from antiphon.bundle.manifest import GraphSet, Precision
 from antiphon.bundle.native_encoder import Floats, Ids, NativeEncoder
+from antiphon.errors import VerificationError
 from antiphon.export.verification.cuda_stepper import cuda_encoder
-from antiphon.export.verification.verify import VerificationError
 from antiphon.transformer.transformer import Transformer
 
 _SOURCE_LENS = (9, 33, 1, 9, 17, 33, 5)

@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from antiphon.bundle.manifest import Bundle, Precision
-from antiphon.checkpoints.checkpoint import Checkpoint, CheckpointError
+from antiphon.checkpoints.checkpoint import Checkpoint
+from antiphon.errors import CheckpointError
 from antiphon.export.graphs.graph_edit import constant_array
 from antiphon.export.weights.packing import unpack_weight
 from antiphon.ops.operator import DOMAIN, Operator

@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, get_args
 
+from antiphon.errors import RecipeError
 from antiphon.lab.data.datasets import Dataset
 from antiphon.lab.data.written import write_parts
 from antiphon.training.data.corpus import Pair, read_verified
-from antiphon.training.recipe import RecipeError
 from antiphon.training.recipe_data import DataFile
 
 Split = Literal[

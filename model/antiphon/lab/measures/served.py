@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from antiphon.client import Client, Options, ServerError
+from antiphon.errors import ModelError
 
 _READY = re.compile(r"antiphon: ready: .* on (?P<target>\S+), metrics on ")
 _PATIENCE_S = 60
 
 
-class ServeError(Exception):
+class ServeError(ModelError):
     """The server of an experiment did not start; the message has its exit code."""
 
 

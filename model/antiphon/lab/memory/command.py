@@ -13,15 +13,14 @@ from pathlib import Path
 import numpy as np
 
 from antiphon.architecture.config import ModelConfig, preset
-from antiphon.bundle.graph import GraphError
 from antiphon.bundle.machine import available_bytes
-from antiphon.bundle.manifest import Bundle, BundleError, load_bundle
-from antiphon.checkpoints.checkpoint import CheckpointError, read_config
+from antiphon.bundle.manifest import Bundle, load_bundle
+from antiphon.checkpoints.checkpoint import read_config
+from antiphon.errors import ModelError
 from antiphon.lab.memory import arithmetic, inference, measurement
 from antiphon.lab.memory.lengths import with_length
 from antiphon.lab.memory.page import Native, Page, Row, print_page
-from antiphon.lab.memory.terms import Case, LabBackend, Prediction, UncoveredModelError
-from antiphon.ops.workspace import WorkspaceError
+from antiphon.lab.memory.terms import Case, LabBackend, Prediction
 
 MAX_LENGTH = 1 << 20
 MAX_BATCH = 4096
@@ -30,7 +29,7 @@ _TIMED_STEPS = 5
 _BACKENDS: tuple[LabBackend, ...] = ("eager", "sdpa")
 
 
-class MemoryCommandError(Exception):
+class MemoryCommandError(ModelError):
     """The page cannot be made with these arguments; the message names the flag and the allowed range."""
 
 
@@ -65,9 +64,7 @@ def run(args: argparse.Namespace) -> int:
         page = make_page(args, _subject(args.model), memory_bytes)
         if args.json:
             args.json.write_text(json.dumps(page.as_json(), indent=2) + "\n", encoding="utf-8")
-    except (
-        BundleError, CheckpointError, GraphError, MemoryCommandError, UncoveredModelError, WorkspaceError, OSError
-    ) as error:  # fmt: skip
+    except (ModelError, OSError) as error:
         print(f"antiphon memory: {error}", file=sys.stderr)
         return 2
     print_page(page)

@@ -11,15 +11,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from antiphon.architecture.config import ModelConfig
+from antiphon.errors import UncoveredModelError
 
 LabBackend = Literal["eager", "sdpa"]
 FLOAT = 4
 _FUSED_KEYS = 512  # keys in one block of PyTorch's fused kernel
 _COVERED_POSITIONS = ("sinusoidal", "learned", "rope", "none")
-
-
-class UncoveredModelError(Exception):
-    """The arithmetic does not cover this kind of model; the message names the field and the covered values."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,13 +11,14 @@ from torch import Tensor, nn
 
 from antiphon.bundle.manifest import Provenance
 from antiphon.checkpoints.checkpoint import load_weights, read_config
+from antiphon.errors import RecipeError
 from antiphon.lab.recurrent.config import RecurrentConfig
 from antiphon.lab.recurrent.lstm import RecurrentModel
 from antiphon.ops.attention import Backend
 from antiphon.text.tokenizer import Tokenizer
 from antiphon.training.data.text_files import Part
 from antiphon.training.data.translation_data import Batch
-from antiphon.training.recipe import Recipe, RecipeError
+from antiphon.training.recipe import Recipe
 from antiphon.training.tasks.training_task import RunFolders
 from antiphon.training.tasks.translation_task import PairBatches, TranslationTask, labelled_loss
 

@@ -11,9 +11,10 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from antiphon.errors import BudgetError
 from antiphon.ops.cuda.kernel_list import ARCHITECTURES, ELEMENT_TYPES, KERNELS, Kernel, Variant, variants
 from antiphon.ops.cuda.library_file import FOLDER, Image, library_name, write_library
-from antiphon.ops.cuda.resource_usage import BudgetError, check_budget, usage_of
+from antiphon.ops.cuda.resource_usage import check_budget, usage_of
 
 _WARP = 32
 

@@ -17,13 +17,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from antiphon.errors import CudaError
 from antiphon.ops.workspace import native_library
 
 _Address = ctypes.c_uint64
-
-
-class CudaError(Exception):
-    """The driver, the card or the kernels cannot be used; the message names what is missing or what the driver said."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

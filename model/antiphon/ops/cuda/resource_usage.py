@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from antiphon.errors import BudgetError
+
 SHARED_LIMITS = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 120: 99 << 10}
 """Shared memory that one program can use, in bytes, by architecture (CUDA programming guide, table of capabilities)."""
 
@@ -27,10 +29,6 @@ class ResourceUsage:
     stack_bytes: int
     local_bytes: int
     shared_bytes: int
-
-
-class BudgetError(Exception):
-    """A kernel uses more than it may; the message names the kernel, the resource and the limit."""
 
 
 def usage_of(code: bytes, dynamic_shared_bytes: int) -> ResourceUsage:

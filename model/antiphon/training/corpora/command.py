@@ -11,11 +11,12 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from antiphon.errors import ModelError
 from antiphon.training.corpora.debian_docs import write_corpus
 from antiphon.training.corpora.debian_games import write_games
 from antiphon.training.corpora.ding import write_pairs
 from antiphon.training.corpora.jane_austen import write_novels
-from antiphon.training.corpora.package_list import CorpusError, load_packages, load_programs
+from antiphon.training.corpora.package_list import load_packages, load_programs
 
 
 def _write_documents(debs: Path, output: Path) -> list[Path]:
@@ -51,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     """Make the corpus; return 0 at the end, 2 after an error, with one line on standard error."""
     try:
         written = CORPORA[args.corpus](args.debs or args.output / "debs", args.output / args.corpus)
-    except (CorpusError, OSError) as error:
+    except (ModelError, OSError) as error:
         print(f"antiphon corpus: {error}", file=sys.stderr)
         return 2
     for path in written:

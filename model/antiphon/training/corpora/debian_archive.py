@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from antiphon.training.corpora.package_list import CorpusError, DebianPackage
+from antiphon.errors import CorpusError
+from antiphon.training.corpora.package_list import DebianPackage
 
 
 def fetch(package: DebianPackage, folder: Path) -> Path:

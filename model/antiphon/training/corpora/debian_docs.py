@@ -11,8 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from antiphon.errors import CorpusError
 from antiphon.training.corpora.debian_archive import fetch, members
-from antiphon.training.corpora.package_list import CorpusError, Package
+from antiphon.training.corpora.package_list import Package
 from antiphon.training.corpora.prose import prose_of
 from antiphon.training.corpora.readers import READERS, Document
 

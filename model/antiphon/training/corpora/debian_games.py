@@ -9,9 +9,10 @@ import gzip
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from antiphon.errors import CorpusError
 from antiphon.training.corpora.debian_archive import fetch, members
 from antiphon.training.corpora.message_catalogues import catalogue_pairs
-from antiphon.training.corpora.package_list import CorpusError, Program
+from antiphon.training.corpora.package_list import Program
 from antiphon.training.data.corpus import Pair
 
 

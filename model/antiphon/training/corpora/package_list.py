@@ -8,14 +8,12 @@ from typing import Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from antiphon.errors import CorpusError
+
 PACKAGE_LIST = Path(__file__).parent / "debian_docs.toml"
 PROGRAM_LIST = Path(__file__).parent / "debian_games.toml"
 
 ReaderName = Literal["html", "xml", "pod", "backticks", "json", "r_strings", "dict"]
-
-
-class CorpusError(Exception):
-    """A corpus cannot be made; the message names the package or file."""
 
 
 class _Strict(BaseModel):

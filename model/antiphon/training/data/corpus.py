@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from antiphon.bundle.manifest import file_entry
-from antiphon.training.recipe import RecipeError
+from antiphon.errors import RecipeError
 from antiphon.training.recipe_data import DataConfig, DataFile
 
 Pair = tuple[str, str]

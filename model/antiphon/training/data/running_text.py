@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from antiphon.errors import RecipeError
 from antiphon.training.data.corpus import read_verified
 from antiphon.training.data.text_files import Part
-from antiphon.training.recipe import RecipeError
 from antiphon.training.recipe_data import RunningText
 
 

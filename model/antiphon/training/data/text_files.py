@@ -10,8 +10,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
+from antiphon.errors import RecipeError
 from antiphon.training.data.corpus import read_verified
-from antiphon.training.recipe import RecipeError
 from antiphon.training.recipe_data import LabelledData, TextFile
 
 HELD_OUT_SALT = "antiphon-held-out-texts-v1|"

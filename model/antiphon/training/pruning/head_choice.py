@@ -12,13 +12,10 @@ import torch
 from torch import Tensor
 
 from antiphon.architecture.config import ModelConfig
+from antiphon.errors import PruneError
 
 Heads = Mapping[str, Sequence[int]]
 """Heads of each attention module, by its name in the Transformer, in ascending order."""
-
-
-class PruneError(Exception):
-    """A model cannot be pruned with these options; the message names the field or file."""
 
 
 @dataclass(frozen=True, slots=True)

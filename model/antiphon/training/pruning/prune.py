@@ -18,19 +18,13 @@ from torch import Tensor
 from tqdm import tqdm
 
 from antiphon.architecture.config import ModelConfig, ModuleHeads
-from antiphon.checkpoints.checkpoint import (
-    Checkpoint,
-    CheckpointError,
-    load_checkpoint,
-    save_checkpoint,
-    weights_of,
-)
-from antiphon.text.tokenizer import TokenizerError
+from antiphon.checkpoints.checkpoint import Checkpoint, load_checkpoint, save_checkpoint, weights_of
+from antiphon.errors import ModelError, PruneError
 from antiphon.training.data.corpus import Pair, load_corpus
 from antiphon.training.data.translation_data import collate, encode_pairs, plan_batches
-from antiphon.training.pruning.head_choice import Choice, Each, Heads, PruneError, Share
+from antiphon.training.pruning.head_choice import Choice, Each, Heads, Share
 from antiphon.training.pruning.head_importance import attentions, head_importance, mean_loss
-from antiphon.training.recipe import RecipeError, load_recipe
+from antiphon.training.recipe import load_recipe
 from antiphon.transformer.transformer import Transformer
 
 _BATCH_TOKENS = 2048
@@ -162,7 +156,7 @@ def run(args: argparse.Namespace) -> int:
             tokenizer=checkpoint.tokenizer,
             provenance=checkpoint.provenance,
         )
-    except (PruneError, CheckpointError, RecipeError, TokenizerError, OSError, UnicodeDecodeError) as error:
+    except (ModelError, OSError, UnicodeDecodeError) as error:
         print(f"antiphon prune: {error}", file=sys.stderr)
         return 2
     _report(checkpoint.model, pruning)

@@ -11,9 +11,10 @@ from torch import nn
 
 from antiphon.architecture.config import ModelConfig
 from antiphon.bundle.manifest import Provenance
-from antiphon.checkpoints.checkpoint import Checkpoint, CheckpointError
+from antiphon.checkpoints.checkpoint import Checkpoint
+from antiphon.errors import CheckpointError, RecipeError
 from antiphon.ops.attention import Backend
-from antiphon.training.recipe import PretrainRecipe, RecipeError
+from antiphon.training.recipe import PretrainRecipe
 from antiphon.training.tasks.distillation_loss import DistillationLoss
 from antiphon.training.tasks.pretrain_task import PretrainTask
 from antiphon.training.tasks.training_task import RunFolders, provenance_of

@@ -14,7 +14,7 @@ from torch import nn
 from antiphon.architecture.config import ModelConfig
 from antiphon.architecture.heads import HeadConfig
 from antiphon.bundle.manifest import Provenance
-from antiphon.checkpoints.checkpoint import CheckpointError
+from antiphon.errors import CheckpointError, RecipeError
 from antiphon.ops.attention import Backend
 from antiphon.text.template import fill, num_before
 from antiphon.training.data.encoder_data import EncoderBatch, EncoderExample, collate
@@ -30,7 +30,7 @@ from antiphon.training.data.text_files import (
 )
 from antiphon.training.data.translation_data import IGNORED_LABEL, plan_lengths
 from antiphon.training.data.word_tags import OUTSIDE, first_tags, inside, token_tags, words_of_tokens
-from antiphon.training.recipe import FineTuneRecipe, RecipeError
+from antiphon.training.recipe import FineTuneRecipe
 from antiphon.training.tasks.encoder_loss import EncoderLoss, label_accuracy
 from antiphon.training.tasks.span_f1 import span_score
 from antiphon.training.tasks.training_task import RunFolders, provenance_of, run_tokenizer

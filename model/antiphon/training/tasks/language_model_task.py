@@ -6,12 +6,12 @@ import torch
 from torch import Tensor, nn
 
 from antiphon.architecture.config import ModelConfig
-from antiphon.checkpoints.checkpoint import CheckpointError
+from antiphon.errors import CheckpointError, RecipeError
 from antiphon.text.exact_bpe import END_ID, exact_bpe_format, train_exact_bpe
 from antiphon.training.data.running_text import read_running_text
 from antiphon.training.data.text_files import Part
 from antiphon.training.data.text_windows import Windows, adjacent_starts, shuffled_starts
-from antiphon.training.recipe import LanguageModelRecipe, RecipeError
+from antiphon.training.recipe import LanguageModelRecipe
 from antiphon.training.tasks.language_loss import LanguageLoss, language_loss
 from antiphon.training.tasks.training_task import RunFolders, TransformerTask, run_tokenizer
 from antiphon.transformer.transformer import Transformer

@@ -10,7 +10,7 @@ from torch import nn
 
 from antiphon.architecture.config import ModelConfig
 from antiphon.architecture.heads import HeadConfig, Task
-from antiphon.checkpoints.checkpoint import CheckpointError
+from antiphon.errors import CheckpointError, RecipeError
 from antiphon.ops.attention import Backend
 from antiphon.text import word_piece
 from antiphon.text.template import fill
@@ -23,7 +23,7 @@ from antiphon.training.data.sentence_runs import SentenceRun, sentence_runs
 from antiphon.training.data.text_files import Part, is_held_out, read_documents, read_texts
 from antiphon.training.data.token_documents import TokenDocuments
 from antiphon.training.data.translation_data import plan_lengths
-from antiphon.training.recipe import PretrainRecipe, RecipeError
+from antiphon.training.recipe import PretrainRecipe
 from antiphon.training.tasks.encoder_loss import EncoderLoss, label_accuracy
 from antiphon.training.tasks.training_task import RunFolders, TransformerTask, run_tokenizer
 from antiphon.transformer.neighbour_start import start_at_neighbours

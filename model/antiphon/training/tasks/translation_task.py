@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from antiphon.architecture.config import ModelConfig
-from antiphon.checkpoints.checkpoint import CheckpointError
+from antiphon.errors import CheckpointError
 from antiphon.text.tokenizer import Tokenizer, byte_bpe_format
 from antiphon.training.data.corpus import Pair, joined_corpus, load_collections, load_corpus
 from antiphon.training.data.pair_epochs import RepeatedPairs, epoch_pairs

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from antiphon.bundle.graph import GraphError
 from antiphon.bundle.manifest import Precision
 from antiphon.bundle.onnx_runtime import ort
 from antiphon.bundle.session import cuda_session
+from antiphon.errors import GraphError
 from antiphon.ops.cuda.driver import CudaDevice
 
 _BFLOAT16 = 16  # of onnx.TensorProto; NumPy has no such type

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Literal
 
 from antiphon.bundle.onnx_runtime import ort
-from antiphon.ops.cuda.driver import CudaDevice, CudaError, describe
+from antiphon.errors import CudaError
+from antiphon.ops.cuda.driver import CudaDevice, describe
 from antiphon.ops.cuda.kernel_list import ARCHITECTURES
 from antiphon.ops.cuda.library_file import FOLDER, library_name
 

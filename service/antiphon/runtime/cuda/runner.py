@@ -14,10 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from antiphon.architecture.heads import Task as HeadTask
-from antiphon.bundle.graph import GraphError
 from antiphon.bundle.manifest import Bundle, Precision
+from antiphon.errors import CudaError, GraphError
 from antiphon.ops.cache_geometry import BLOCK_SIZE, blocks_of_longest, cuda_pool_axes
-from antiphon.ops.cuda.driver import CudaDevice, CudaError
+from antiphon.ops.cuda.driver import CudaDevice
 from antiphon.ops.workspace import Workspace
 from antiphon.runtime.cuda.cuda_graph import CudaGraph, bytes_of, element_of
 from antiphon.runtime.cuda.decoder import Bounds, CudaDecoder, Pool

@@ -7,18 +7,17 @@ import math
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from antiphon.bundle.graph import GraphError
-from antiphon.bundle.manifest import Bundle, BundleError, GraphSet, load_bundle
+from antiphon.bundle.manifest import Bundle, GraphSet, load_bundle
 from antiphon.bundle.position_tables import read_position_tables
 from antiphon.domain.errors import InvalidArgument
 from antiphon.domain.limits import EncodeBudget, EngineLimits
 from antiphon.engine.admission import limits_of
 from antiphon.engine.engine import Engine
+from antiphon.errors import BundleError, ModelError
 from antiphon.observability.engine_metrics import Metrics
 from antiphon.observability.metrics import MetricFamilies
 from antiphon.ops.cache_geometry import BLOCK_SIZE, blocks_of_longest
-from antiphon.ops.cuda.driver import CudaDevice, CudaError
-from antiphon.ops.workspace import WorkspaceError
+from antiphon.ops.cuda.driver import CudaDevice
 from antiphon.rpc.v1.inputs import LongTexts
 from antiphon.rpc.v1.model_info import ModelInfo, describe
 from antiphon.rpc.v1.models import LoadedModel
@@ -46,7 +45,7 @@ from antiphon.server.models.memory import (
     weight_bytes,
 )
 from antiphon.server.settings import ModelPlan
-from antiphon.text.tokenizer import Tokenizer, TokenizerError, open_tokenizer
+from antiphon.text.tokenizer import Tokenizer, open_tokenizer
 from antiphon.v1 import inference_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -200,7 +199,7 @@ def load(plan: ModelPlan, resources: SharedResources) -> LoadedModel:
         except BaseException:
             resources.budget.release(name)
             raise
-    except (BundleError, TokenizerError, GraphError, WorkspaceError, CudaError, ValueError) as error:
+    except (ModelError, ValueError) as error:
         raise StartupError(str(error)) from error
 
 

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from antiphon.bundle.manifest import BundleError, load_bundle
+from antiphon.bundle.manifest import load_bundle
+from antiphon.errors import BundleError
 from antiphon.server.machine import usable_cores
 from antiphon.server.models.loading import StartupError
 from antiphon.server.models.memory import need_of

@@ -15,14 +15,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
-from antiphon.bundle.graph import GraphError
-from antiphon.bundle.manifest import BundleError, load_bundle
+from antiphon.bundle.manifest import load_bundle
 from antiphon.cli.common import report_error
-from antiphon.ops.kernel_runs import KernelError
-from antiphon.ops.workspace import WorkspaceError
+from antiphon.errors import ModelError
 from antiphon.server.machine import usable_cores
 from antiphon.server.settings import SHIPPED_BUNDLE
-from antiphon.text.tokenizer import TokenizerError
 from antiphon.tools.bench.corpus import Corpus, everyday, held_out, read_corpus
 from antiphon.tools.bench.host import host
 from antiphon.tools.bench.kernels import kernels
@@ -141,7 +138,7 @@ def run(args: argparse.Namespace) -> int:
         _check_outputs(args)
         with tempfile.TemporaryDirectory(prefix="antiphon-bench-") as scratch:
             _measure(args, _setup(args, Path(scratch)))
-    except (BenchError, BundleError, TokenizerError, GraphError, WorkspaceError, KernelError) as error:
+    except (BenchError, ModelError) as error:
         return report_error("bench", error)
     except BenchFailure as failure:
         print(f"antiphon bench: {failure}", file=sys.stderr)

@@ -15,7 +15,8 @@ from ctranslate2.specs import common_spec, transformer_spec
 from torch import Tensor, nn
 
 from antiphon.architecture.config import ModelConfig
-from antiphon.checkpoints.checkpoint import Checkpoint, CheckpointError
+from antiphon.checkpoints.checkpoint import Checkpoint
+from antiphon.errors import CheckpointError
 from antiphon.tools.bench.ctranslate2 import ACTIVATIONS, obstacle
 from antiphon.transformer.layers import CrossAttention, DecoderLayer, EncoderLayer, FeedForward, SelfAttention
 

@@ -21,11 +21,10 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from antiphon.architecture.config import ModelConfig, preset
-from antiphon.bundle.manifest import MANIFEST_NAME, BundleError, load_bundle
-from antiphon.checkpoints.checkpoint import CheckpointError, load_checkpoint, save_checkpoint, weights_of
-from antiphon.export.export import ExportError, export_bundle
-from antiphon.export.graphs.contrib_lowering import LoweringError
-from antiphon.export.verification.verify import VerificationError
+from antiphon.bundle.manifest import MANIFEST_NAME, load_bundle
+from antiphon.checkpoints.checkpoint import load_checkpoint, save_checkpoint, weights_of
+from antiphon.errors import ModelError
+from antiphon.export.export import export_bundle
 from antiphon.export.weights.unpacking import unpack_checkpoint
 from antiphon.text.tokenizer import SPECIAL_TOKENS, Tokenizer
 from antiphon.transformer.layers import DecoderLayer
@@ -48,7 +47,7 @@ def main() -> int:
         (_make_random if kind == "random" else _make_ctranslate2)(origin, work)
         shutil.rmtree(folder, ignore_errors=True)
         work.rename(folder)
-    except (BundleError, CheckpointError, ExportError, LoweringError, VerificationError, ValueError) as error:
+    except (ModelError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
     finally:

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Literal
 
 import antiphon.bundle
-from antiphon.bundle.manifest import MANIFEST_NAME, Bundle, BundleError, load_bundle
+from antiphon.bundle.manifest import MANIFEST_NAME, Bundle, load_bundle
+from antiphon.errors import BundleError
 from antiphon.runtime.lanes import AnyRunner, fastest_num_lanes, open_lanes, open_runner, possible_lanes
 from antiphon.runtime.warm_up import warm_up
 from antiphon.text.tokenizer import Tokenizer, open_tokenizer

@@ -8,9 +8,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from antiphon.bundle.manifest import BundleError, load_bundle
+from antiphon.bundle.manifest import load_bundle
 from antiphon.cli.common import report_error, write_problem
 from antiphon.domain.limits import EngineLimits
+from antiphon.errors import BundleError
 from antiphon.server.models.memory import block_bytes_of, weight_bytes
 from antiphon.server.settings import SHIPPED_BUNDLE
 from antiphon.tools.capacity.flags import CapacityError, add_limit_flag, number, whole

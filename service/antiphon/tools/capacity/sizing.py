@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from antiphon.architecture.config import ModelConfig
-from antiphon.bundle.manifest import Bundle, BundleError, load_bundle
+from antiphon.bundle.manifest import Bundle, load_bundle
 from antiphon.domain.limits import EngineLimits
+from antiphon.errors import BundleError
 from antiphon.ops.cache_geometry import BLOCK_SIZE, blocks_for, blocks_of_longest
 from antiphon.server.models.memory import need_of
 from antiphon.server.workers.division import cores_per_worker, suggested_workers

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 def _open(path: Path, num_threads: int) -> Checkpoint:
     import torch
 
-    from antiphon.checkpoints.checkpoint import CheckpointError, load_checkpoint
+    from antiphon.checkpoints.checkpoint import load_checkpoint
+    from antiphon.errors import CheckpointError
 
     torch.set_num_threads(num_threads)
     try:
@@ -62,7 +63,7 @@ def _ctranslate2_systems(checkpoint: Checkpoint, folder: Path, args: argparse.Na
     except ModuleNotFoundError:
         raise EvaluationError("--ctranslate2: CTranslate2 is not installed; run: pip install ctranslate2") from None
 
-    from antiphon.checkpoints.checkpoint import CheckpointError
+    from antiphon.errors import CheckpointError
     from antiphon.tools.bench.ctranslate2_conversion import save_ctranslate2_model, translate
 
     try:

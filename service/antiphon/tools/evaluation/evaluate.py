@@ -17,29 +17,19 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TypeVar
 
-from antiphon.bundle.graph import GraphError
-from antiphon.bundle.manifest import (
-    MANIFEST_NAME,
-    Bundle,
-    BundleError,
-    Measure,
-    Precision,
-    Quality,
-    load_bundle,
-    write_manifest,
-)
+from antiphon.bundle.manifest import MANIFEST_NAME, Bundle, Measure, Precision, Quality, load_bundle, write_manifest
 from antiphon.cli.common import report_error
 from antiphon.cli.connection_flags import add_call_flags, add_connection_flags, connection_problem, read_client_flags
 from antiphon.client import Options, ServerError
 from antiphon.domain.errors import InvalidArgument
 from antiphon.domain.limits import ALLOWED
 from antiphon.domain.sampling_params import SamplingParams
-from antiphon.ops.workspace import WorkspaceError
+from antiphon.errors import ModelError
 from antiphon.rpc.v1.languages import RequestLanguages, named_languages
 from antiphon.runtime.lanes import open_runner
 from antiphon.runtime.native import EncoderRunner
 from antiphon.text.format import TextFormat
-from antiphon.text.tokenizer import TokenizerError, open_tokenizer
+from antiphon.text.tokenizer import open_tokenizer
 from antiphon.tools.evaluation import EvaluationError
 from antiphon.tools.evaluation.checkpoints import evaluate_checkpoint, score_text_in_pytorch
 from antiphon.tools.evaluation.labels import LabelScore, evaluate_labels
@@ -47,13 +37,7 @@ from antiphon.tools.evaluation.texts import NoTextError, TextScore, evaluate_tex
 from antiphon.tools.evaluation.translations import Reader, Score, TestSet, evaluate_server, run_engine, score_system
 from antiphon.training.data.corpus import Corpus, Pair, load_corpus
 from antiphon.training.data.running_text import read_running_text
-from antiphon.training.recipe import (
-    FineTuneRecipe,
-    LanguageModelRecipe,
-    RecipeError,
-    load_any_recipe,
-    load_recipe,
-)
+from antiphon.training.recipe import FineTuneRecipe, LanguageModelRecipe, load_any_recipe, load_recipe
 from antiphon.training.recipe_data import DataConfig
 
 AnyScore = TypeVar("AnyScore", LabelScore, TextScore)
@@ -65,9 +49,6 @@ _NOT_BESIDE_TEXT = (
 )  # fmt: skip
 # Options of a model on this machine, which --target excludes.
 _NOT_OF_SERVER = ("model", "text", "precision", "ctranslate2", "record", "checkpoint")
-
-
-_USER_ERRORS = (EvaluationError, RecipeError, BundleError, TokenizerError, GraphError, WorkspaceError, OSError)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -133,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
         if not ALLOWED["max_num_seqs"].holds(args.rows):
             raise EvaluationError(f"--rows is {args.rows}; it must be {ALLOWED['max_num_seqs'].words}")
         scores = _scores(args)
-    except _USER_ERRORS as error:
+    except (EvaluationError, ModelError, OSError) as error:
         return report_error("evaluate", error)
     for score in scores:
         print(json.dumps(asdict(score)) if args.json else score.row)

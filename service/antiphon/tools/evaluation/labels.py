@@ -13,6 +13,7 @@ from pathlib import Path
 
 from antiphon.bundle.manifest import Bundle, Measure
 from antiphon.domain.request import Arrival, EncoderOutputs, Request, Task
+from antiphon.errors import RecipeError
 from antiphon.runtime.native import EncoderRunner
 from antiphon.text.template import fill, num_before
 from antiphon.text.tokenizer import open_tokenizer
@@ -27,7 +28,7 @@ from antiphon.training.data.text_files import (
     read_tagged,
 )
 from antiphon.training.data.word_tags import first_tags, words_of_tokens
-from antiphon.training.recipe import FineTuneRecipe, RecipeError
+from antiphon.training.recipe import FineTuneRecipe
 from antiphon.training.tasks.span_f1 import span_score
 
 
