@@ -101,10 +101,6 @@ def _linear(rng: Rng, precision: str) -> Call:
     return arrays, dict(width=outputs, activation=pick(rng, [*ACTIVATIONS]))
 
 
-def _gate(rng: Rng) -> Call:
-    return {"x": floats(rng, any_size(rng), 2 * any_size(rng))}, dict(activation=pick(rng, [*ACTIVATIONS]))
-
-
 def _add_norm(rng: Rng) -> Call:
     rows, width = any_size(rng), any_size(rng)
     arrays: Arrays = {
@@ -112,15 +108,6 @@ def _add_norm(rng: Rng) -> Call:
         "weight": maybe(rng, floats(rng, width)), "bias": maybe(rng, floats(rng, width)),
     }  # fmt: skip
     return arrays, dict(epsilon=1e-5, kind=pick(rng, ["layer", "rms"]))
-
-
-def _rotary(rng: Rng) -> Call:
-    (heads, width), rows = pick(rng, _HEADS), any_size(rng)
-    arrays: Arrays = {
-        "qkv": floats(rng, rows, 3 * heads * width), "positions": rng.integers(0, 9, rows, np.int32),
-        "table": floats(rng, 9, width),
-    }  # fmt: skip
-    return arrays, dict(num_heads=heads)
 
 
 def _lens(rng: Rng, least: int = 0) -> list[int]:
@@ -266,7 +253,7 @@ def _feed_forward_sublayer(rng: Rng, precision: str) -> Call:
 
 
 def _attention_sublayer(rng: Rng, attention: Call, projected: str, parts: int, precision: str) -> Call:
-    """Return the sublayer around a call of an attention operator, whose first input the first product computes."""
+    """Return the sublayer around an attention, whose first input the first product computes."""
     (first, *others), attributes = attention
     states = attention[0][first]
     assert states is not None
@@ -280,8 +267,9 @@ def _attention_sublayer(rng: Rng, attention: Call, projected: str, parts: int, p
     return arrays, {**attributes, **_norm_attributes(rng), **sizes}
 
 
-def _paged_self_sublayer(rng: Rng, precision: str) -> Call:
-    arrays, attributes = _attention_sublayer(rng, _paged_self_attention(rng), "qkv", 3, precision)
+def _with_rotation(rng: Rng, call: Call) -> Call:
+    """Add the table of rotary positions, or none."""
+    arrays, attributes = call
     positions = arrays["positions"]
     assert positions is not None
     width = attributes["qkv_width"] // (3 * attributes["num_heads"])
@@ -289,11 +277,21 @@ def _paged_self_sublayer(rng: Rng, precision: str) -> Call:
     return {**arrays, "rotary_table": table if table is None else maybe(rng, table)}, attributes
 
 
+def _packed_sublayer(rng: Rng, precision: str) -> Call:
+    arrays, attributes = _attention_sublayer(rng, _packed_attention(rng), "qkv", 3, precision)
+    x = arrays["x"]
+    assert x is not None
+    arrays["positions"] = rng.integers(0, 9, len(x), np.int32)
+    return _with_rotation(rng, (arrays, attributes))
+
+
+def _paged_self_sublayer(rng: Rng, precision: str) -> Call:
+    return _with_rotation(rng, _attention_sublayer(rng, _paged_self_attention(rng), "qkv", 3, precision))
+
+
 _SUBLAYERS: dict[str, Callable[[Rng, str], Call]] = {
     "FeedForwardSublayer": _feed_forward_sublayer,
-    "PackedAttentionSublayer": lambda rng, precision: _attention_sublayer(
-        rng, _packed_attention(rng), "qkv", 3, precision
-    ),
+    "PackedAttentionSublayer": _packed_sublayer,
     "PagedSelfAttentionSublayer": _paged_self_sublayer,
     "PagedCrossAttentionSublayer": lambda rng, precision: _attention_sublayer(
         rng, _paged_cross_attention(rng), "query", 1, precision
@@ -320,13 +318,8 @@ CALLS: dict[str, Callable[[Rng], Call]] = {
     "Linear": lambda rng: _linear(rng, "float32"),
     "QuantizedLinear": lambda rng: _linear(rng, "int8"),
     "NibbleLinear": lambda rng: _linear(rng, "int4"),
-    "Gate": _gate,
     "AddNorm": _add_norm,
-    "Rotary": _rotary,
-    "PackedAttention": _packed_attention,
     "DisentangledAttention": _disentangled_attention,
-    "PagedSelfAttention": _paged_self_attention,
-    "PagedCrossAttention": _paged_cross_attention,
     "PagedWrite": _paged_write,
     "Sample": lambda rng: _sample(rng, quantized=False),
     "QuantizedSample": lambda rng: _sample(rng, quantized=True),

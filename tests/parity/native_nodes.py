@@ -18,6 +18,7 @@ from onnx import TensorProto, helper
 
 from antiphon.bundle.native_stepper import run_native
 from antiphon.bundle.session import native_session
+from antiphon.export.weights.packing import pack_float
 from antiphon.ops.cache_geometry import BLOCK_SIZE, blocks_for, padded_width
 from antiphon.ops.cache_pool import write_position
 from antiphon.ops.operator import DOMAIN
@@ -43,6 +44,38 @@ def run_node(
     kinds = tuple((name, None if array is None else (array.dtype.str, array.ndim)) for name, array in inputs.items())
     session = _session(op_type, kinds, tuple(attributes.items()), threads, library)
     return run_native(session, {name: array for name, array in inputs.items() if array is not None})
+
+
+def attend(op_type: str, inputs: Inputs, *, threads: int = 1, **attributes: Any) -> Array:
+    """Run an attention sublayer whose products are identities, on a residual of zeros; return its attention [N, H D].
+
+    inputs: queries, or queries, keys and values, under the name qkv; then the sublayer's inputs after the norm.
+    """
+    (name, states), *others = inputs.items()
+    assert states is not None
+    width, attended = states.shape[1], states.shape[1] // (3 if name == "qkv" else 1)
+    identity = np.eye(width, dtype=np.float32)
+    arrays = {
+        "x": states, "residual": np.zeros_like(states),
+        f"{name}_weight": pack_float(identity), f"{name}_bias": None,
+        "out_weight": pack_float(np.ascontiguousarray(identity[:, :attended])), "out_bias": None,
+        "norm_weight": None, "norm_bias": None, **dict(others),
+    }  # fmt: skip
+    attributes |= {f"{name}_width": width, "epsilon": 1e-5, "kind": "rms"}
+    total = run_node(op_type, arrays, threads=threads, **attributes)[1]
+    return np.ascontiguousarray(total[:, :attended])
+
+
+def gate(x: Array, activation: str) -> Array:
+    """Run a gated feed-forward sublayer whose products are identities, on a residual of zeros: [N, 2 F] -> [N, F]."""
+    width, gated = x.shape[1], x.shape[1] // 2
+    identity = np.eye(width, dtype=np.float32)
+    arrays = {
+        "x": x, "residual": np.zeros_like(x), "inner_weight": pack_float(identity), "inner_bias": None,
+        "outer_weight": pack_float(np.ascontiguousarray(identity[:, :gated])),
+    }  # fmt: skip
+    attributes = dict(activation=activation, gated=1, inner_width=width, epsilon=1e-5, kind="rms")
+    return np.ascontiguousarray(run_node("FeedForwardSublayer", arrays, **attributes)[1][:, :gated])
 
 
 @cache

@@ -14,10 +14,9 @@ from torch.testing import assert_close
 from antiphon.ops.activations import ACTIVATIONS
 from antiphon.ops.cache_geometry import BLOCK_SIZE, blocks_for
 from antiphon.ops.cuda import nodes, references
-from antiphon.ops.operators import embed, paged_attention, paged_write, rotary
+from antiphon.ops.operators import eager_attention, embed, paged_write
 from antiphon.ops.operators.add_norm import add_norm
 from antiphon.ops.operators.linear import gate
-from antiphon.ops.operators.packed_attention import packed_attention
 from antiphon.ops.sampling import greedy_sampling
 from antiphon.ops.sampling import sample as sample_in_numpy
 
@@ -112,7 +111,7 @@ def test_activate_equals_the_operator(activation: str) -> None:
 
 def test_rotary_equals_the_operator() -> None:
     qkv, bias, table, positions = normal(4, 3 * STATES), normal(3 * STATES, seed=1), normal(9, WIDTH), ints(0, 8, 2, 2)
-    expected = rotary.rotary(qkv + bias, positions, table, num_heads=HEADS)
+    expected = eager_attention.rotary(qkv + bias, positions, table, num_heads=HEADS)
     assert_close(references.rotary(qkv, bias, positions, table, num_heads=HEADS), expected, **TOLERANCE)
 
 
@@ -123,7 +122,7 @@ def test_packed_attention_equals_the_operator(kind: str, causal: bool) -> None:
     tiles = [(b, first) for b, length in enumerate(LENS) for first in range(0, length, nodes.TILE)]
     given = torch.tensor([*tiles, (-1, 0)], dtype=torch.int32)
     attributes: dict[str, Any] = dict(num_heads=HEADS, scale=0.3, causal=causal)
-    expected = packed_attention(qkv + bias, offsets, *score_biases(kind), **attributes)
+    expected = eager_attention.packed_attention(qkv + bias, offsets, *score_biases(kind), **attributes)
     found = references.packed_attention(qkv, bias, offsets, given, *score_biases(kind), **attributes)
     assert_close(found, expected, **TOLERANCE)
 
@@ -149,7 +148,7 @@ def test_write_and_paged_attention_equal_self_attention(kind: str) -> None:
     rows = torch.repeat_interleave(torch.tensor(lens)).int()
     positions = torch.cat([torch.arange(length) for length in lens]).int()
     attributes: dict[str, Any] = dict(num_heads=HEADS, layer=1)
-    expected, after = paged_attention.paged_self_attention(
+    expected, after = eager_attention.paged_self_attention(
         qkv + bias, before, tables(lens), ramp(lens), positions, *score_biases(kind), scale=0.3, **attributes
     )
     written = references.paged_write(qkv, bias, cache, tables(lens), rows, positions, **attributes)
@@ -167,7 +166,7 @@ def test_paged_attention_equals_cross_attention_and_gives_padding_zeros() -> Non
         normal(sum(lens), 2 * STATES), cache, tables(lens), ramp(lens), None, num_heads=HEADS, layer=0
     )
     attributes: dict[str, Any] = dict(num_heads=HEADS, layer=0, scale=0.3)
-    expected = paged_attention.paged_cross_attention(
+    expected = eager_attention.paged_cross_attention(
         query + bias, cache, tables(lens), ramp(counts), ints(*lens), **attributes
     )
     padded = torch.cat((query, query[:1]))

@@ -67,19 +67,10 @@ def quantized_linear() -> Call:
     return arrays, dict(width=20, activation="none")
 
 
-def gate() -> Call:
-    return {"x": normal(3, 8)}, dict(activation="gelu")
-
-
 def add_norm() -> Call:
     return {"x": normal(3, 8), "residual": normal(3, 8), "weight": normal(8), "bias": normal(8)}, dict(
         epsilon=1e-5, kind="layer"
     )
-
-
-def rotary() -> Call:
-    arrays: Arrays = {"qkv": normal(3, 48), "positions": ints(0, 1, 2), "table": normal(4, WIDTH)}
-    return arrays, dict(num_heads=HEADS)
 
 
 def packed_attention() -> Call:
@@ -200,15 +191,19 @@ def attention_sublayer(attention: Call, projected: str, precision: str) -> Call:
     return arrays, {**attributes, **NORM_KIND, f"{projected}_width": width}
 
 
+def packed_sublayer(precision: str) -> Call:
+    arrays, attributes = attention_sublayer(packed_attention(), "qkv", precision)
+    return {**arrays, "positions": ints(0, 1, 0, 1, 2), "rotary_table": normal(4, WIDTH)}, attributes
+
+
 def paged_self_sublayer(precision: str) -> Call:
     arrays, attributes = attention_sublayer(paged_self_attention(), "qkv", precision)
-    width = attributes["qkv_width"] // (3 * attributes["num_heads"])
-    return {**arrays, "rotary_table": normal(20, width)}, attributes
+    return {**arrays, "rotary_table": normal(20, WIDTH)}, attributes
 
 
 SUBLAYERS: dict[str, Callable[[str], Call]] = {
     "FeedForwardSublayer": feed_forward_sublayer,
-    "PackedAttentionSublayer": lambda precision: attention_sublayer(packed_attention(), "qkv", precision),
+    "PackedAttentionSublayer": packed_sublayer,
     "PagedSelfAttentionSublayer": paged_self_sublayer,
     "PagedCrossAttentionSublayer": lambda precision: attention_sublayer(paged_cross_attention(), "query", precision),
 }
@@ -221,9 +216,7 @@ def edit(bias: float, penalty: float, shift: float) -> dict[str, NDArray[np.floa
 
 CALLS: dict[str, Callable[[], Call]] = {
     "Embed": embed, "QuantizedEmbed": quantized_embed, "Linear": linear, "QuantizedLinear": quantized_linear,
-    "NibbleLinear": nibble_linear, "Gate": gate, "AddNorm": add_norm, "Rotary": rotary,
-    "PackedAttention": packed_attention, "DisentangledAttention": disentangled_attention,
-    "PagedSelfAttention": paged_self_attention, "PagedCrossAttention": paged_cross_attention,
+    "NibbleLinear": nibble_linear, "AddNorm": add_norm, "DisentangledAttention": disentangled_attention,
     "PagedWrite": paged_write, "Sample": sample, "QuantizedSample": quantized_sample,
     **{
         prefix + name: partial(make, precision)
@@ -259,26 +252,13 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("NibbleLinear", {"scales": normal(7)}, "scales"),
     ("NibbleLinear", {"offsets": normal(20)}, "offsets"),
     ("NibbleLinear", {"bias": normal(19)}, "bias"),
-    ("Gate", {"x": normal(3, 7)}, "7"),
     ("AddNorm", {"residual": normal(2, 8)}, "residual is 2"),
     ("AddNorm", {"residual": normal(3, 6)}, "residual is 6"),
     ("AddNorm", {"weight": normal(9)}, "weight is 9"),
     ("AddNorm", {"bias": normal(1)}, "bias is 1"),
     ("AddNorm", {"kind": "batch"}, "kind is batch"),
-    ("Rotary", {"positions": ints(0, 4, 1)}, "positions is 4"),
-    ("Rotary", {"table": normal(4, 6)}, "table is 6"),
-    ("Rotary", {"num_heads": 5}, "qkv is 48"),
-    ("Rotary", {"num_heads": 0}, "num_heads is 0"),
     ("Linear", {"width": 2**63 - 1}, "width is 9223372036854775807"),
     ("Sample", {"vocab": -1}, "vocab is -1"),
-    ("PackedAttention", {"offsets": ramp([2, 2])}, "offsets is 4"),
-    ("PackedAttention", {"offsets": ints(1, 2, 5)}, "offsets.* is 1"),
-    ("PackedAttention", {"offsets": ints(0, 7, 5)}, "offsets is 5"),
-    ("PackedAttention", {"offsets": ints()}, "offsets is 0"),
-    ("PackedAttention", {"bias_table": normal(3, 5)}, "bias_table is 3"),
-    ("PackedAttention", {"bias_table": normal(HEADS, 4)}, "bias_table is 4"),
-    ("PackedAttention", {"slopes": normal(1)}, "slopes is 1"),
-    ("PackedAttention", {"num_heads": 7}, "qkv is 48"),
     ("DisentangledAttention", {"position_rows": ints(0, 1)}, "position_rows is 2"),
     ("DisentangledAttention", {"position_rows": ints()}, "position_rows is 0"),
     ("DisentangledAttention", {"position_rows": ints(0, 1, 5)}, "position_rows is 5"),
@@ -288,33 +268,6 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("DisentangledAttention", {"position_queries": normal(4, 16)}, "position_rows is 4"),
     ("DisentangledAttention", {"position_queries": normal(5, 17)}, "position_queries is 17"),
     ("DisentangledAttention", {"offsets": ramp([2, 2])}, "offsets is 4"),
-    ("PagedSelfAttention", {"block_tables": ints(10_000, 1, 2, 3).reshape(2, 2)}, "block_tables is 10000"),
-    ("PagedSelfAttention", {"block_tables": ints(-1, 1, 2, 3).reshape(2, 2)}, "block_tables is -1"),
-    ("PagedSelfAttention", {"block_tables": ints(0, 1).reshape(2, 1)}, "width of block_tables is 1.*20 positions"),
-    ("PagedSelfAttention", {"block_tables": ints(0, 1).reshape(1, 2)}, "rows of block_tables is 1"),
-    ("PagedSelfAttention", {"positions": ints(19, -1)}, "positions is -1"),
-    ("PagedSelfAttention", {"positions": ints(19, 2**31 - 1)}, "block_tables"),
-    ("PagedSelfAttention", {"positions": ints(19)}, "positions is 1"),
-    ("PagedSelfAttention", {"offsets": ramp([1, 0])}, "offsets is 1"),
-    ("PagedSelfAttention", {"offsets": ints(0, 2**31 - 1, -(2**31))}, "offsets"),
-    ("PagedSelfAttention", {"offsets": ramp([2])}, "block_tables is 2|positions is 4"),
-    ("PagedSelfAttention", {"layer": 2}, "layer is 2"),
-    ("PagedSelfAttention", {"cache": np.zeros((4, 2, 2, HEADS, 128), np.float32)}, "width of cache is 128"),
-    ("PagedSelfAttention", {"cache": np.zeros((4, 2, 1, HEADS, 256), np.float32)}, "cache is 1"),
-    (
-        "PagedSelfAttention",
-        {"cache": np.zeros((4, 2, 2, 1, 256), np.float32)},
-        "heads of cache is 1.* at least num_heads",
-    ),
-    ("PagedSelfAttention", {"cache": np.zeros((4, 2, 2, HEADS, 256), np.int16)}, "cache must be float32 or float16"),
-    ("PagedSelfAttention", {"cache": np.zeros((4, 2, 2, HEADS, 256), np.float64)}, "cache must be float32 or float16"),
-    ("PagedSelfAttention", {"cache": np.zeros((4, 2, 2, 512), np.float32)}, "cache has 4 dimensions"),
-    ("PagedCrossAttention", {"source_lens": ints(49, 5)}, "width of block_tables is 3.*49 positions"),
-    ("PagedCrossAttention", {"source_lens": ints(33, 5)}, "block_tables is -7"),
-    ("PagedCrossAttention", {"source_lens": ints(20, 0)}, "source_lens is 0"),
-    ("PagedCrossAttention", {"source_lens": ints(20, -4)}, "source_lens is -4"),
-    ("PagedCrossAttention", {"source_lens": ints(20)}, "source_lens is 1"),
-    ("PagedCrossAttention", {"query": normal(2, 48)}, "width of cache"),
     ("PagedWrite", {"offsets": ramp([20, 6])}, "offsets is 26"),
     ("PagedWrite", {"offsets": ramp([5, 20])}, "block_tables is -7"),
     ("PagedWrite", {"kv": normal(25, 33)}, "kv is 33"),
@@ -384,6 +337,66 @@ BAD_SUBLAYERS: list[tuple[str, dict[str, Any], str]] = [
     ("PagedCrossAttentionSublayer", {"query_width": 15}, "query_width is 15"),
     ("PagedCrossAttentionSublayer", {"source_lens": ints(0, 1)}, "source_lens is 0"),
     ("PagedCrossAttentionSublayer", {"residual": normal(2, 7)}, "residual is 7"),
+    ("PackedAttentionSublayer", {"positions": ints(0, 1, 0, 4, 1)}, "positions is 4"),
+    ("PackedAttentionSublayer", {"rotary_table": normal(4, 6)}, "rotary_table is 6"),
+    ("PackedAttentionSublayer", {"num_heads": 5}, "qkv_width is 48"),
+    ("PackedAttentionSublayer", {"num_heads": 0}, "num_heads is 0"),
+    ("PackedAttentionSublayer", {"offsets": ramp([2, 2])}, "offsets is 4"),
+    ("PackedAttentionSublayer", {"offsets": ints(1, 2, 5)}, "offsets.* is 1"),
+    ("PackedAttentionSublayer", {"offsets": ints(0, 7, 5)}, "offsets is 5"),
+    ("PackedAttentionSublayer", {"offsets": ints()}, "offsets is 0"),
+    ("PackedAttentionSublayer", {"bias_table": normal(3, 5)}, "bias_table is 3"),
+    ("PackedAttentionSublayer", {"bias_table": normal(HEADS, 4)}, "bias_table is 4"),
+    ("PackedAttentionSublayer", {"slopes": normal(1)}, "slopes is 1"),
+    ("PackedAttentionSublayer", {"num_heads": 7}, "qkv_width is 48"),
+    ("PagedSelfAttentionSublayer", {"block_tables": ints(10_000, 1, 2, 3).reshape(2, 2)}, "block_tables is 10000"),
+    ("PagedSelfAttentionSublayer", {"block_tables": ints(-1, 1, 2, 3).reshape(2, 2)}, "block_tables is -1"),
+    (
+        "PagedSelfAttentionSublayer",
+        {"block_tables": ints(0, 1).reshape(2, 1)},
+        "block_tables is 1.*20 positions",
+    ),
+    ("PagedSelfAttentionSublayer", {"block_tables": ints(0, 1).reshape(1, 2)}, "rows of block_tables is 1"),
+    ("PagedSelfAttentionSublayer", {"positions": ints(19, -1)}, "positions is -1"),
+    ("PagedSelfAttentionSublayer", {"positions": ints(19, 2**31 - 1)}, "block_tables"),
+    ("PagedSelfAttentionSublayer", {"positions": ints(19)}, "positions is 1"),
+    ("PagedSelfAttentionSublayer", {"offsets": ramp([1, 0])}, "offsets is 1"),
+    ("PagedSelfAttentionSublayer", {"offsets": ints(0, 2**31 - 1, -(2**31))}, "offsets"),
+    ("PagedSelfAttentionSublayer", {"offsets": ramp([2])}, "block_tables is 2|positions is 4"),
+    ("PagedSelfAttentionSublayer", {"layer": 2}, "layer is 2"),
+    ("PagedSelfAttentionSublayer", {"cache": np.zeros((4, 2, 2, HEADS, 128), np.float32)}, "width of cache is 128"),
+    ("PagedSelfAttentionSublayer", {"cache": np.zeros((4, 2, 1, HEADS, 256), np.float32)}, "cache is 1"),
+    (
+        "PagedSelfAttentionSublayer",
+        {"cache": np.zeros((4, 2, 2, 1, 256), np.float32)},
+        "heads of cache is 1.* at least num_heads",
+    ),
+    (
+        "PagedSelfAttentionSublayer",
+        {"cache": np.zeros((4, 2, 2, HEADS, 256), np.int16)},
+        "cache must be float32 or float16",
+    ),
+    (
+        "PagedSelfAttentionSublayer",
+        {"cache": np.zeros((4, 2, 2, HEADS, 256), np.float64)},
+        "cache must be float32 or float16",
+    ),
+    ("PagedSelfAttentionSublayer", {"cache": np.zeros((4, 2, 2, 512), np.float32)}, "cache has 4 dimensions"),
+    ("PagedCrossAttentionSublayer", {"source_lens": ints(49, 5)}, "width of block_tables is 3.*49 positions"),
+    ("PagedCrossAttentionSublayer", {"source_lens": ints(33, 5)}, "block_tables is -7"),
+    ("PagedCrossAttentionSublayer", {"source_lens": ints(20, 0)}, "source_lens is 0"),
+    ("PagedCrossAttentionSublayer", {"source_lens": ints(20, -4)}, "source_lens is -4"),
+    ("PagedCrossAttentionSublayer", {"source_lens": ints(20)}, "source_lens is 1"),
+    ("PagedCrossAttentionSublayer", {"query_width": 48}, "width of cache"),
+    ("PackedAttentionSublayer", {"positions": ints(0, 1)}, "length of positions is 2"),
+    ("PackedAttentionSublayer", {"positions": ints(0, 1, 0, 1, -1)}, "positions is -1"),
+    ("PackedAttentionSublayer", {"positions": None}, "positions is missing"),
+    ("PackedAttentionSublayer", {"rotary_table": normal(4)}, "rotary_table has 1 dimensions"),
+    (
+        "PackedAttentionSublayer",
+        {"num_heads": 16, "bias_table": None, "slopes": None, "rotary_table": normal(4, 1)},
+        "rotary_table is 1; it must be even",
+    ),
 ]
 BAD += [(prefix + name, changes, text) for prefix in NODE_PREFIXES.values() for name, changes, text in BAD_SUBLAYERS]
 
@@ -406,10 +419,14 @@ def test_valid_calls_succeed_before_they_are_changed(op_type: str) -> None:
     run_changed(op_type, {})
 
 
-@pytest.mark.parametrize("op_type", ["PagedSelfAttention", "PagedCrossAttention", "PagedWrite", "Sample"])
+@pytest.mark.parametrize(
+    "op_type",
+    [*(name for name in SUBLAYERS if name.startswith("P")), "DisentangledAttention", "PagedWrite", "Sample"],
+)
 def test_calls_without_rows_give_empty_outputs(op_type: str) -> None:
-    kept = ("weight", "cache", "bias_table", "slopes", "edit_ids", "edit_values")
+    kept = ("cache", "bias_table", "slopes", "rotary_table", "edit_ids", "edit_values")
     arrays, _ = CALLS[op_type]()
+    kept += tuple(name for name in arrays if name.startswith("position_") or name.endswith(("weight", "_bias")))
     empty = {name: array[:0] for name, array in arrays.items() if array is not None and name not in kept}
     offsets = "edit_offsets" if op_type == "Sample" else "offsets"
     run_changed(op_type, {**empty, offsets: ints(0)})
@@ -443,8 +460,8 @@ ANY_INT = st.integers(-(2**31), 2**31 - 1) | st.integers(-3, 40)
 @given(st.data())
 def test_random_lengths_and_tables_never_end_the_process(data: st.DataObject) -> None:
     """Random integers replace the small ones: the result is an answer or a refusal, and only the pool can change."""
-    packed = ["PackedAttention", "DisentangledAttention"]
-    op_type = data.draw(st.sampled_from([*packed, "PagedSelfAttention", "PagedCrossAttention", "PagedWrite"]))
+    sublayers = [name for name in SUBLAYERS if name.startswith("P")]
+    op_type = data.draw(st.sampled_from([*sublayers, "DisentangledAttention", "PagedWrite"]))
     arrays, attributes = CALLS[op_type]()
     for name, array in arrays.items():
         if array is not None and array.dtype == np.int32 and data.draw(st.booleans()):
@@ -470,7 +487,7 @@ def test_kernels_of_every_processor_pass_the_same_tests(kernels: str) -> None:
     """Run the operators' tests again in a process with kernels that this processor would not choose."""
     asked = {**os.environ, "ANTIPHON_CPU": kernels}
     here = Path(__file__).parent
-    probe = "from tests.parity.test_native_refusals import run_changed; run_changed('Gate', {})"
+    probe = "from tests.parity.test_native_refusals import run_changed; run_changed('AddNorm', {})"
     root = here.parents[1]
     tried = subprocess.run([sys.executable, "-c", probe], env=asked, cwd=root, capture_output=True, text=True)
     if tried.returncode and "ANTIPHON_CPU" in tried.stderr:

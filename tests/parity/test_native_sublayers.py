@@ -1,6 +1,7 @@
-"""Operators for whole sublayers give the bits of the separate operators, whatever the precision and the threads.
+"""Operators for whole sublayers give the bits of separate products, attention and norm, at every precision.
 
-The separate operators are compared with their eager references in test_native_ops.py and test_native_nibbles.py.
+The attention and the gate between the products are those of a float32 sublayer with identities as products. All are
+compared with their eager references in test_native_ops.py and test_native_nibbles.py.
 """
 
 from __future__ import annotations
@@ -9,11 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 
+from antiphon.ops.cache_geometry import BLOCK_SIZE, padded_width
+from antiphon.ops.cache_pool import read_positions
 from antiphon.ops.operator import NODE_PREFIXES
 from tests.parity.native_calls import CALLS, Arrays
-from tests.parity.native_nodes import run_node
+from tests.parity.native_nodes import attend, gate, normal, ramp, run_node
 
 PRECISIONS = [*NODE_PREFIXES]
 NUM_CALLS = 25
@@ -48,7 +52,7 @@ def _inner(x: Array | None, arrays: Arrays, attributes: dict[str, Any], precisio
     activation, gated = attributes["activation"], attributes["gated"]
     first = "none" if gated else activation
     states = _product(x, arrays, "inner_", x, precision, width=attributes["inner_width"], activation=first)
-    return run_node("Gate", {"x": states}, activation=activation)[0] if gated else states
+    return gate(states, activation) if gated else states
 
 
 def _attended(x: Array | None, arrays: Arrays, attributes: dict[str, Any], precision: str) -> Array:
@@ -56,17 +60,8 @@ def _attended(x: Array | None, arrays: Arrays, attributes: dict[str, Any], preci
     projected, width = size.removesuffix("width"), attributes.pop(size)
     states = _product(x, arrays, projected, x, precision, width=width)
     others = {name: array for name, array in arrays.items() if not name.startswith((projected, "out_"))}
-    table = others.pop("rotary_table", None)
-    if table is not None:
-        rotated = {"qkv": states, "positions": others["positions"], "table": table}
-        (states,) = run_node("Rotary", rotated, num_heads=attributes["num_heads"])
-    attention = "PackedAttention" if "causal" in attributes else f"Paged{_kind(projected)}Attention"
-    (attended,) = run_node(attention, {projected.removesuffix("_"): states, **others}, **attributes)
-    return attended
-
-
-def _kind(projected: str) -> str:
-    return "Cross" if projected == "query_" else "Self"
+    name = {"qkv_": "PagedSelf", "query_": "PagedCross"}[projected] if "cache" in others else "Packed"
+    return attend(f"{name}AttentionSublayer", {projected.removesuffix("_"): states, **others}, **attributes)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -87,3 +82,43 @@ def test_sublayer_equals_separate_operators(name: str, precision: str) -> None:
             np.testing.assert_array_equal(one, other)
         if cache is not None:
             np.testing.assert_array_equal(cache, before)
+
+
+def rotated(qkv: Array, positions: Array, table: Array, heads: int) -> Array:
+    """Return qkv with rotated queries and keys: as keys they are written to a cache, a row for each token."""
+    queries, keys, values = np.split(qkv, 3, axis=1)
+    return np.hstack([_cached(queries, positions, table, heads), _cached(keys, positions, table, heads), values])
+
+
+def _cached(keys: Array, positions: Array, table: Array, heads: int) -> Array:
+    """Return the keys [N, H D] that the decoder caches at these positions."""
+    width, num_tokens = keys.shape[1] // heads, len(keys)
+    cache = np.zeros((num_tokens + 1, 1, 2, heads, BLOCK_SIZE * padded_width(width)), np.float32)
+    tables = np.zeros((num_tokens, int(positions.max()) // BLOCK_SIZE + 1), np.int32)
+    tables[np.arange(num_tokens), positions // BLOCK_SIZE] = np.arange(1, num_tokens + 1)
+    arrays = {
+        "qkv": np.hstack([keys] * 3), "cache": cache, "block_tables": tables, "offsets": ramp([1] * num_tokens),
+        "positions": positions, "bias_table": None, "slopes": None, "rotary_table": table,
+    }  # fmt: skip
+    attend("PagedSelfAttentionSublayer", arrays, num_heads=heads, scale=1.0, layer=0)
+    pool = torch.from_numpy(cache)
+    found = [
+        read_positions(pool, 0, row, int(position) + 1, (heads, width))[0][-1].flatten()
+        for row, position in zip(tables.tolist(), positions, strict=True)
+    ]
+    return torch.stack(found).numpy()
+
+
+@pytest.mark.parametrize(("heads", "width"), [(1, 2), (2, 8), (3, 24), (1, 70), (2, 128)])
+def test_packed_attention_rotates_as_the_decoder_does(heads: int, width: int) -> None:
+    lens, table = [3, 60, 1], normal(70, width)
+    qkv, positions = normal(sum(lens), 3 * heads * width), np.concatenate([np.arange(n, dtype=np.int32) for n in lens])
+    attributes: dict[str, Any] = dict(num_heads=heads, scale=0.4, causal=0)
+    arrays = {"offsets": ramp(lens), "bias_table": None, "slopes": None}
+    found = attend(
+        "PackedAttentionSublayer",
+        {"qkv": qkv, **arrays, "positions": positions, "rotary_table": table},
+        threads=2, **attributes,
+    )  # fmt: skip
+    expected = attend("PackedAttentionSublayer", {"qkv": rotated(qkv, positions, table, heads), **arrays}, **attributes)
+    np.testing.assert_array_equal(found, expected)

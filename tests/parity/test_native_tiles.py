@@ -12,7 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from antiphon.export.weights.packing import DEPTH, PANEL, pack_float, pack_int4, pack_int8
-from tests.parity.native_nodes import Pool, normal, ramp, run_node
+from tests.parity.native_nodes import Pool, attend, normal, ramp, run_node
 
 Floats = NDArray[np.float32]
 Arrays = dict[str, NDArray[Any] | None]
@@ -91,10 +91,10 @@ def test_int4_products_of_extreme_integers_are_exact(rows: int) -> None:
     np.testing.assert_array_equal(found, (x.astype(np.int64) @ integers.T.astype(np.int64)).astype(np.float32))
 
 
-def test_every_float16_is_read_exactly() -> None:
+def test_every_finite_float16_is_read_exactly() -> None:
     """The attention over one position returns its value."""
     halves = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
-    halves = halves[~np.isnan(halves)]
+    halves = halves[np.isfinite(halves)]
     width, heads = 64, 4
     for values in np.resize(halves, (-(-len(halves) // (heads * width)), heads * width)):
         pool = Pool([1], heads, width, "float16", layers=1)
@@ -106,5 +106,18 @@ def test_every_float16_is_read_exactly() -> None:
             "query": normal(1, heads * width), "cache": pool.cache, "block_tables": pool.tables, "offsets": ramp([1]),
             "source_lens": np.array([1], np.int32),
         }  # fmt: skip
-        (found,) = run_node("PagedCrossAttention", arrays, num_heads=heads, scale=1.0, layer=0)
+        found = attend("PagedCrossAttentionSublayer", arrays, num_heads=heads, scale=1.0, layer=0)
         np.testing.assert_array_equal(found[0], values.astype(np.float32))
+
+
+def test_infinite_float16_is_read_exactly() -> None:
+    for infinity in (np.inf, -np.inf):
+        pool = Pool([1], 1, 8, "float16", layers=1)
+        pool.cache[:] = 0
+        pool.cache[pool.tables[0, 0], 0, 1, 0, 0] = infinity
+        arrays: Arrays = {
+            "query": normal(1, 8), "cache": pool.cache, "block_tables": pool.tables, "offsets": ramp([1]),
+            "source_lens": np.array([1], np.int32),
+        }  # fmt: skip
+        found = attend("PagedCrossAttentionSublayer", arrays, num_heads=1, scale=1.0, layer=0)
+        assert found[0, 0] == infinity

@@ -15,11 +15,8 @@ from antiphon.ops.operators.add_norm import add_norm
 from antiphon.ops.operators.all_operators import OPERATORS
 from antiphon.ops.operators.disentangled_attention import disentangled_attention
 from antiphon.ops.operators.embed import embed
-from antiphon.ops.operators.linear import gate, linear
-from antiphon.ops.operators.packed_attention import packed_attention
-from antiphon.ops.operators.paged_attention import paged_cross_attention, paged_self_attention
+from antiphon.ops.operators.linear import linear
 from antiphon.ops.operators.paged_write import paged_write
-from antiphon.ops.operators.rotary import rotary
 from antiphon.ops.operators.sample import SAMPLE, sample
 from antiphon.ops.operators.sublayers import (
     feed_forward_sublayer,
@@ -53,28 +50,11 @@ NORM = (normal(8), None)
 CALLS: dict[str, Call] = {
     "embed": (embed, (torch.tensor([1, 3]), ints(0, 1), normal(6, 8), normal(4, 8)), dict(scale=2.0)),
     "linear": (linear, (normal(3, 8), normal(5, 8), normal(5)), dict(activation="gelu")),
-    "gate": (gate, (normal(3, 8),), dict(activation="relu")),
     "add_norm": (add_norm, (normal(3, 8), None, normal(8), None), dict(epsilon=1e-5, kind="rms")),
-    "rotary": (rotary, (normal(3, 48), ints(0, 2, 1), normal(3, WIDTH)), dict(num_heads=HEADS)),
-    "packed_attention": (
-        packed_attention,
-        (normal(5, 48), ints(0, 2, 5), normal(HEADS, 3), None),
-        dict(num_heads=HEADS, scale=0.5, causal=True),
-    ),
     "disentangled_attention": (
         disentangled_attention,
         (normal(5, 48), ints(0, 2, 5), ints(0, 1, 1), normal(2, 16), normal(2, 16)),
         dict(num_heads=HEADS, scale=0.5),
-    ),
-    "paged_self_attention": (
-        paged_self_attention,
-        (normal(3, 48), pool(), TABLES, ints(0, 2, 3), ints(15, 16, 0), None, normal(HEADS)),
-        dict(num_heads=HEADS, scale=0.5, layer=1),
-    ),
-    "paged_cross_attention": (
-        paged_cross_attention,
-        (normal(3, 16), pool(), TABLES, ints(0, 2, 3), ints(20, 4)),
-        dict(num_heads=HEADS, scale=0.5, layer=0),
     ),
     "feed_forward_sublayer": (
         feed_forward_sublayer,
@@ -83,7 +63,7 @@ CALLS: dict[str, Call] = {
     ),
     "packed_attention_sublayer": (
         packed_attention_sublayer,
-        (*STATES, *PRODUCTS, *NORM, ints(0, 1, 3), normal(HEADS, 3), None),
+        (*STATES, *PRODUCTS, *NORM, ints(0, 1, 3), normal(HEADS, 3), None, ints(0, 0, 1), normal(2, WIDTH)),
         dict(num_heads=HEADS, scale=0.5, causal=False, epsilon=1e-5, kind="layer"),
     ),
     "paged_self_attention_sublayer": (

@@ -77,9 +77,9 @@ class _Graph:
             _tensor("cache", pool, kind),
         ]
 
-    def add(self, kind: str, inputs: list[str], *outputs: str, domain: str = DOMAIN, **attributes: Any) -> str:
+    def add(self, op_type: str, inputs: list[str], *outputs: str, domain: str = DOMAIN, **attributes: Any) -> str:
         outputs = outputs or (f"t{len(self.nodes)}",)
-        self.nodes.append(helper.make_node(kind, inputs, outputs, domain=domain, **attributes))
+        self.nodes.append(helper.make_node(op_type, inputs, outputs, domain=domain, **attributes))
         return outputs[0]
 
     def weight(self, name: str, matrix: NDArray[np.float32]) -> str:
@@ -101,12 +101,20 @@ class _Graph:
         width, vocab = self.config.d_model, self.config.vocab_size
         return self.add("Embed", ["input_ids", "positions", weight], scale=1.0, width=width, vocab=vocab)
 
-    def sum(self, left: str, right: str, *outputs: str) -> str:
-        return self.add("Add", [left, right], *outputs, domain="")
+    def attend(self, kind: str, x: str, projections: list[str], others: list[str], **attributes: Any) -> str:
+        """Add an attention sublayer without a product after the attention; return its sum with x.
 
-    @property
-    def attention(self) -> dict[str, Any]:
-        return {"num_heads": self.config.num_heads, "scale": self.config.resolved_attention_scale}
+        projections: names of the weights to queries, or to queries, keys and values.
+        """
+        matrix = np.concatenate([self.weights[name] for name in projections], axis=1).T
+        first = self.weight("+".join(projections), matrix)
+        identity = self.weight("identity", np.eye(self.config.d_model, dtype=np.float32))
+        prefix = "query" if kind == "PagedCrossAttentionSublayer" else "qkv"
+        attributes |= {f"{prefix}_width": len(matrix), "num_heads": self.config.num_heads, "epsilon": 1e-5}
+        attributes |= {"scale": self.config.resolved_attention_scale, "kind": "rms"}
+        normed = f"t{len(self.nodes)}"
+        self.add(kind, [x, x, first, "", identity, "", "", "", *others], normed, f"{normed}.sum", **attributes)
+        return f"{normed}.sum"
 
     def model(self, outputs: list[onnx.ValueInfoProto]) -> onnx.ModelProto:
         initializers = [numpy_helper.from_array(array, name) for name, array in self.packed.items()]
@@ -119,9 +127,8 @@ def _encoder(model: TinyModel, cache: CacheType) -> onnx.ModelProto:
     graph = _Graph(model, cache)
     graph.inputs.append(_tensor("block_tables", ["B", "X"], TensorProto.INT32))
     embedded = graph.embed()
-    qkv = graph.linear(embedded, "enc_q", "enc_k", "enc_v")
-    attended = graph.add("PackedAttention", [qkv, "offsets"], causal=0, **graph.attention)
-    memory = graph.sum(embedded, attended, "memory")
+    attended = graph.attend("PackedAttentionSublayer", embedded, ["enc_q", "enc_k", "enc_v"], ["offsets"], causal=0)
+    memory = graph.add("Identity", [attended], "memory", domain="")
     after: list[str] = []
     layers = model.config.decoder_layers
     for layer in range(layers):
@@ -146,12 +153,10 @@ def _decoder(model: TinyModel, cache: CacheType) -> onnx.ModelProto:
     ]
     hidden = graph.embed()
     for layer in range(model.config.decoder_layers):
-        qkv = graph.linear(hidden, f"self_qkv_{layer}")
-        read = [qkv, "cache", "self_tables", "offsets", "positions"]
-        hidden = graph.sum(hidden, graph.add("PagedSelfAttention", read, layer=layer, **graph.attention))
-        query = graph.linear(hidden, f"cross_q_{layer}")
-        read = [query, "cache", "cross_tables", "offsets", "source_lens"]
-        hidden = graph.sum(hidden, graph.add("PagedCrossAttention", read, layer=layer, **graph.attention))
+        others = ["cache", "self_tables", "offsets", "positions"]
+        hidden = graph.attend("PagedSelfAttentionSublayer", hidden, [f"self_qkv_{layer}"], others, layer=layer)
+        others = ["cache", "cross_tables", "offsets", "source_lens"]
+        hidden = graph.attend("PagedCrossAttentionSublayer", hidden, [f"cross_q_{layer}"], others, layer=layer)
     operands = [hidden, "embedding", "positions", *_PARAMS, "edit_offsets", "edit_ids", "edit_values"]
     outputs = ["token_ids", "logprobs", "top_ids", "top_logprobs", "top_scores"]
     graph.add("Sample", operands, *outputs, vocab=model.config.vocab_size)

@@ -138,8 +138,6 @@ class _Rewriting:
             "Add": self._add_types,
             "Linear": self._linear,
             "AddNorm": self._add_norm,
-            "Rotary": self._rotary,
-            "PackedAttention": self._packed_attention,
             "PackedAttentionSublayer": self._packed_attention_sublayer,
             "PagedSelfAttentionSublayer": self._paged_self_attention_sublayer,
             "PagedCrossAttentionSublayer": self._paged_cross_attention_sublayer,
@@ -240,10 +238,11 @@ class _Rewriting:
         inner = self._project(call, "inner", self._plain(call, "x"))
         return self._end(call, "outer", self.graph.activate(inner, **call.attributes("activation", "gated")))
 
-    def _rotary(self, call: _Call) -> Sequence[State]:
-        return [self._rotated(call, self._state(call, "qkv"), call.operand("table"))]
-
-    def _rotated(self, call: _Call, qkv: State, table: ir.Value) -> State:
+    def _project_rotated(self, call: _Call) -> State:
+        """Add the product to queries, keys and values, and their rotation where the sublayer has a table for it."""
+        qkv = self._project(call, "qkv", self._plain(call, "x"))
+        if (table := call.optional("rotary_table")) is None:
+            return qkv
         given = {
             "qkv": qkv.value,
             "bias": qkv.bias,
@@ -252,22 +251,15 @@ class _Rewriting:
         }
         return State(self.graph.add(nodes.ROTARY, given, **call.attributes("num_heads"))[0])
 
-    def _packed_attention(self, call: _Call) -> Sequence[State]:
-        return [State(self._attended_packed(call, self._state(call, "qkv")))]
-
     def _packed_attention_sublayer(self, call: _Call) -> Sequence[State]:
-        qkv = self._project(call, "qkv", self._plain(call, "x"))
-        return self._end(call, "out", self._attended_packed(call, qkv))
-
-    def _attended_packed(self, call: _Call, qkv: State) -> ir.Value:
+        qkv = self._project_rotated(call)
         given = {"qkv": qkv.value, "bias": qkv.bias, **self._named("offsets", "tiles"), **self._score_bias(call)}
         attributes = call.attributes("num_heads", "scale", "causal")
-        return self.graph.add(nodes.PACKED_ATTENTION, given, **attributes)[0]
+        (attended,) = self.graph.add(nodes.PACKED_ATTENTION, given, **attributes)
+        return self._end(call, "out", attended)
 
     def _paged_self_attention_sublayer(self, call: _Call) -> Sequence[State]:
-        qkv = self._project(call, "qkv", self._plain(call, "x"))
-        if (table := call.optional("rotary_table")) is not None:
-            qkv = self._rotated(call, qkv, table)
+        qkv = self._project_rotated(call)
         tables = self.graph.inputs["self_tables"]
         given = {"kv": qkv.value, "bias": qkv.bias, "tables": tables, **self._named("cache", "rows", "positions")}
         (written,) = self.graph.add(nodes.PAGED_WRITE, given, **call.attributes("num_heads", "layer"))

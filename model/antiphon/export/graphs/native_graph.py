@@ -22,9 +22,7 @@ from antiphon.ops.operators import add_norm as norms
 from antiphon.ops.operators.disentangled_attention import disentangled_attention
 from antiphon.ops.operators.embed import embed
 from antiphon.ops.operators.linear import linear as product
-from antiphon.ops.operators.packed_attention import packed_attention
 from antiphon.ops.operators.paged_write import paged_write
-from antiphon.ops.operators.rotary import rotary
 from antiphon.ops.operators.sample import sample
 from antiphon.ops.operators.sublayers import (
     feed_forward_sublayer,
@@ -114,14 +112,6 @@ class _PackedStack(nn.Module):
 
         return forward
 
-    def project(self, attention: SelfAttention, hidden: Tensor, positions: Tensor) -> Tensor:
-        """Return queries, keys and values [N, 3 H D], rotated where positions are rotary."""
-        qkv = linear(hidden, attention.qkv)
-        if self.rotary_table is None:
-            return qkv
-        rotated: Tensor = rotary(qkv, positions, self.rotary_table, num_heads=attention.heads[0])
-        return rotated
-
 
 def linear(x: Tensor, layer: nn.Linear, activation: str = "none") -> Tensor:
     """Return activation(layer(x)), computed by one operator; [N, K] -> [N, O]."""
@@ -170,7 +160,7 @@ class PackedStates(_PackedStack):
     @property
     def _is_plain(self) -> bool:
         """True where the fused operator has everything that the attention needs."""
-        return not self.relative and self.rotary_table is None
+        return not self.relative
 
     def _attend(self, layer: int, positions: Tensor, offsets: Tensor) -> Sublayer:
         attention = self.blocks[layer].self_attention
@@ -185,6 +175,8 @@ class PackedStates(_PackedStack):
                 offsets,
                 self.bias_table,
                 self.slopes,
+                None if self.rotary_table is None else positions,
+                self.rotary_table,
                 num_heads=attention.heads[0],
                 scale=attention.scale,
                 causal=False,
@@ -193,32 +185,15 @@ class PackedStates(_PackedStack):
 
         return forward
 
-    def _attend_unfused(self, layer: int, positions: Tensor, offsets: Tensor) -> Sublayer:
-        """Return the sublayer made of separate operators, for rotary positions and disentangled attention."""
+    def _attend_unfused(self, layer: int, _positions: Tensor, offsets: Tensor) -> Sublayer:
+        """Return the sublayer made of separate operators, for disentangled attention."""
         attention = self.blocks[layer].self_attention
 
         def forward(normed: Tensor, stream: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
-            qkv = self.project(attention, normed, positions)
-            attended = (
-                self._attend_relative(layer, qkv, offsets)
-                if self.relative
-                else self._attend_packed(layer, qkv, offsets)
-            )
+            attended = self._attend_relative(layer, linear(normed, attention.qkv), offsets)
             return self.add_norm(linear(attended, attention.out), stream, norm)
 
         return forward
-
-    def _attend_packed(self, layer: int, qkv: Tensor, offsets: Tensor) -> Tensor:
-        attention = self.blocks[layer].self_attention
-        return packed_attention(  # type: ignore[no-any-return]
-            qkv,
-            offsets,
-            self.bias_table,
-            self.slopes,
-            num_heads=attention.heads[0],
-            scale=attention.scale,
-            causal=False,
-        )
 
     def _attend_relative(self, layer: int, qkv: Tensor, offsets: Tensor) -> Tensor:
         tables = self.relative[layer]

@@ -1,4 +1,4 @@
-// PackedAttention and DisentangledAttention: attention of the encoder over packed sequences.
+// DisentangledAttention: attention of the encoder over packed sequences with relative positions.
 #include "operators.h"
 #include "packed_heads.h"
 
@@ -6,35 +6,8 @@ namespace antiphon {
 
 namespace {
 
-// softmax(scale Q K^T + bias) V within each packed sequence: qkv [N, 3 H D] -> [N, H D].
-class PackedAttention {
- public:
-  static constexpr const char* kName = "PackedAttention";
-  static constexpr Port kInputs[] = {{kFloat32}, {kInt32}, {kFloat32, kOptional}, {kFloat32, kOptional}};
-  static constexpr Port kOutputs[] = {{kFloat32}};
-
-  explicit PackedAttention(const Attributes& attributes)
-      : heads_(attributes.Size("num_heads")),
-        scale_(attributes.Float("scale")),
-        causal_(attributes.Int("causal") != 0) {}
-
-  void Run(const Call& call) const {
-    const Tensor qkv = call.Input(0, "qkv", 2);
-    const Packing packing = CheckedPacking(call.Input(1, "offsets", 1), qkv.dims[0]);
-    const int64_t width = HeadWidth("qkv", qkv.dims[1], 3, heads_);
-    const Biases biases(call, 2, 3, heads_);
-    auto* out = static_cast<float*>(call.Output(0, {qkv.dims[0], heads_ * width}));
-    PackedHeads(qkv.as<float>(), packing, heads_, width, scale_, causal_)
-        .Attend(call, &biases, RelativeTables(), out);
-  }
-
- private:
-  int64_t heads_;
-  float scale_;
-  bool causal_;
-};
-
-// The same with scores of relative positions (He et al. 2021, section 3.1), without bias.
+// softmax(scale (Q K^T + scores of relative positions)) V within each packed sequence (He et al. 2021, section 3.1):
+// qkv [N, 3 H D] -> [N, H D].
 class DisentangledAttention {
  public:
   static constexpr const char* kName = "DisentangledAttention";
@@ -62,9 +35,8 @@ class DisentangledAttention {
 }  // namespace
 
 std::vector<const OrtCustomOp*> PackedOperators() {
-  static const Registration<PackedAttention> packed;
   static const Registration<DisentangledAttention> disentangled;
-  return {&packed, &disentangled};
+  return {&disentangled};
 }
 
 }  // namespace antiphon

@@ -1,10 +1,8 @@
-// Operators that treat each token by itself: Embed, QuantizedEmbed, AddNorm and Rotary.
-#include <cstring>
+// Operators that treat each token by itself: Embed, QuantizedEmbed and AddNorm.
 #include <string>
 
 #include "operators.h"
 #include "product.h"
-#include "rotary_table.h"
 #include "residual_norm.h"
 
 namespace antiphon {
@@ -109,44 +107,13 @@ class AddNorm {
   NormKind kind_;
 };
 
-// Rotary positions (Su et al. 2021, section 3.4) on the queries and keys of qkv [N, 3 H D]; values are unchanged.
-class Rotary {
- public:
-  static constexpr const char* kName = "Rotary";
-  static constexpr Port kInputs[] = {{kFloat32}, {kInt32}, {kFloat32}};
-  static constexpr Port kOutputs[] = {{kFloat32}};
-
-  explicit Rotary(const Attributes& attributes) : heads_(attributes.Size("num_heads")) {}
-
-  void Run(const Call& call) const {
-    const Tensor qkv = call.Input(0, "qkv", 2), positions = call.Input(1, "positions", 1);
-    const Tensor table = call.Input(2, "table", 2);
-    const int64_t rows = qkv.dims[0], width = qkv.dims[1] / (3 * heads_);
-    Require(qkv.dims[1] == 3 * heads_ * width && width > 0 && width % 2 == 0, "width of qkv", qkv.dims[1],
-            "it must be 3 * num_heads times an even number");
-    Require(positions.dims[0] == rows, "length of positions", positions.dims[0], "it must be the rows of qkv");
-    const RotaryTable rotary(table, "table", width);
-    rotary.Check(positions.as<int32_t>(), rows);
-    auto* out = static_cast<float*>(call.Output(0, {rows, qkv.dims[1]}));
-    ForRows(call, rows, qkv.dims[1], [&](int64_t row) {
-      float* to = out + row * qkv.dims[1];
-      std::memcpy(to, qkv.as<float>() + row * qkv.dims[1], static_cast<size_t>(qkv.dims[1]) * sizeof(float));
-      rotary.Rotate(positions.as<int32_t>()[row], heads_, to);
-    });
-  }
-
- private:
-  int64_t heads_;
-};
-
 }  // namespace
 
 std::vector<const OrtCustomOp*> RowOperators() {
   static const Registration<Embed> embed;
   static const Registration<QuantizedEmbed> quantized;
   static const Registration<AddNorm> norm;
-  static const Registration<Rotary> rotary;
-  return {&embed, &quantized, &norm, &rotary};
+  return {&embed, &quantized, &norm};
 }
 
 }  // namespace antiphon

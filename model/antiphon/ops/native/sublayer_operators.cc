@@ -129,8 +129,8 @@ class PackedAttentionSublayer {
   static constexpr const char* kNames[] = {"PackedAttentionSublayer", "QuantizedPackedAttentionSublayer",
                                            "NibblePackedAttentionSublayer"};
   static constexpr const char* kName = kNames[Inputs::kPrecision];
-  static constexpr auto kInputs = SublayerPorts<Inputs>(
-      std::array<Port, 3>{{{kInt32}, {kFloat32, kOptional}, {kFloat32, kOptional}}});
+  static constexpr auto kInputs = SublayerPorts<Inputs>(std::array<Port, 5>{
+      {{kInt32}, {kFloat32, kOptional}, {kFloat32, kOptional}, {kInt32, kOptional}, {kFloat32, kOptional}}});
   static constexpr Port kOutputs[] = {{kFloat32}, {kFloat32, kOptional}};
 
   explicit PackedAttentionSublayer(const Attributes& attributes)
@@ -143,10 +143,13 @@ class PackedAttentionSublayer {
   void Run(const Call& call) const {
     const Tensor x = call.Input(0, "x", 2);
     const int64_t width = HeadWidth("qkv_width", projected_, 3, heads_);
-    const Packing packing = CheckedPacking(call.Input(At<Inputs>::kOthers, "offsets", 1), x.dims[0]);
-    const Biases biases(call, At<Inputs>::kOthers + 1, At<Inputs>::kOthers + 2, heads_);
+    constexpr size_t kOffsets = At<Inputs>::kOthers;
+    const Packing packing = CheckedPacking(call.Input(kOffsets, "offsets", 1), x.dims[0]);
+    const Biases biases(call, kOffsets + 1, kOffsets + 2, heads_);
+    const Rotation rotation(call, kOffsets + 3, kOffsets + 4, x.dims[0], width);
     const AttentionProducts<Inputs> products(call, norm_, "qkv_", projected_, heads_ * width);
-    products.Run(call, [&](const float* qkv, float* out) {
+    products.Run(call, [&](float* qkv, float* out) {
+      rotation.Run(call, heads_, qkv);
       PackedHeads(qkv, packing, heads_, width, scale_, causal_).Attend(call, &biases, RelativeTables(), out);
     });
   }
@@ -188,16 +191,11 @@ class PagedSelfAttentionSublayer {
   void Attend(const Call& call, const Pool& pool, int64_t width) const {
     const int64_t tokens = call.Input(0, "x", 2).dims[0];
     const SelfRows<Element> rows(call, At<Inputs>::kOthers, pool, tokens, width, scale_);
-    const size_t table = At<Inputs>::kOthers + kSelfRowsPorts.size();
-    const RotaryTable rotary(call.OptionalInput(table, "rotary_table", 2), "rotary_table", width);
-    if (rotary) rotary.Check(rows.positions(), tokens);
+    constexpr size_t kCache = At<Inputs>::kOthers;
+    const Rotation rotation(call, kCache + 3, kCache + kSelfRowsPorts.size(), tokens, width);
     const AttentionProducts<Inputs> products(call, norm_, "qkv_", projected_, heads_ * width);
     products.Run(call, [&](float* qkv, float* out) {
-      if (rotary) {
-        ForRows(call, tokens, projected_, [&](int64_t token) {
-          rotary.Rotate(rows.positions()[token], heads_, qkv + token * projected_);
-        });
-      }
+      rotation.Run(call, heads_, qkv);
       rows.Attend(call, qkv, out);
     });
   }

@@ -7,11 +7,8 @@ from antiphon.ops.operators.add_norm import ADD_NORM
 from antiphon.ops.operators.disentangled_attention import DISENTANGLED_ATTENTION
 from antiphon.ops.operators.embed import EMBED
 from antiphon.ops.operators.fused_attention import ATTENTION, CACHED_ATTENTION
-from antiphon.ops.operators.linear import GATE, LINEAR
-from antiphon.ops.operators.packed_attention import PACKED_ATTENTION
-from antiphon.ops.operators.paged_attention import PAGED_CROSS_ATTENTION, PAGED_SELF_ATTENTION
+from antiphon.ops.operators.linear import LINEAR
 from antiphon.ops.operators.paged_write import PAGED_WRITE
-from antiphon.ops.operators.rotary import ROTARY
 from antiphon.ops.operators.sample import SAMPLE
 from antiphon.ops.operators.sublayers import (
     FEED_FORWARD_SUBLAYER,
@@ -23,13 +20,8 @@ from antiphon.ops.operators.sublayers import (
 OPERATORS: tuple[Operator, ...] = (
     EMBED,
     LINEAR,
-    GATE,
     ADD_NORM,
-    ROTARY,
-    PACKED_ATTENTION,
     DISENTANGLED_ATTENTION,
-    PAGED_SELF_ATTENTION,
-    PAGED_CROSS_ATTENTION,
     PAGED_WRITE,
     SAMPLE,
     FEED_FORWARD_SUBLAYER,

@@ -16,14 +16,16 @@ from antiphon.ops.operators.attention_inputs import (
     QKV,
     SCALE,
     SOURCE_OFFSETS,
-    split_heads,
-    token_ranges,
 )
+from antiphon.ops.operators.eager_attention import split_heads, token_ranges
 from antiphon.ops.torch_registration import register
 
 DISENTANGLED_ATTENTION = Operator(
     name="disentangled_attention",
-    purpose="`packed_attention` with scores of relative positions (He et al. 2021, section 3.1).",
+    purpose=(
+        "Attention of each packed sequence over itself, without padding, with scores of relative positions (He et al."
+        " 2021, section 3.1)."
+    ),
     inputs=(
         QKV,
         SOURCE_OFFSETS,

@@ -13,8 +13,6 @@ from antiphon.ops.operator import Attribute, Input, Operator, Output, PackedWeig
 from antiphon.ops.operators import packed_weights
 from antiphon.ops.torch_registration import register
 
-ACTIVATION = Attribute("activation", str, f"one of {', '.join(ACTIVATIONS)}")
-
 LINEAR = Operator(
     name="linear",
     purpose="activation(x weight^T + bias).",
@@ -23,7 +21,7 @@ LINEAR = Operator(
         Input("weight", "float", "O, K", "weight as PyTorch stores it"),
         Input("bias", "float", "O", "added to every row", optional=True),
     ),
-    attributes=(ACTIVATION,),
+    attributes=(Attribute("activation", str, f"one of {', '.join(ACTIVATIONS)}"),),
     outputs=(Output("out", "float", "N, O", "product"),),
     shapes=lambda given: [(given["x"].shape[0], given["weight"].shape[0])],
     weights=(
@@ -34,15 +32,6 @@ LINEAR = Operator(
     ),
 )
 
-GATE = Operator(
-    name="gate",
-    purpose="activation(first half of a row) * second half (Shazeer 2020).",
-    inputs=(Input("x", "float", "N, 2 F", "both products of a gated layer, side by side"),),
-    attributes=(ACTIVATION,),
-    outputs=(Output("out", "float", "N, F", "gated product"),),
-    shapes=lambda given: [(given["x"].shape[0], given["x"].shape[1] // 2)],
-)
-
 
 @register(LINEAR)
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, activation: str) -> Tensor:
@@ -50,8 +39,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, activation: str) -
     return ACTIVATIONS[activation](functional.linear(x, weight, bias))
 
 
-@register(GATE)
 def gate(x: Tensor, *, activation: str) -> Tensor:
-    """Activate the first half of each row and multiply it by the second."""
+    """Activate the first half of each row of x [N, 2 F] and multiply it by the second (Shazeer 2020)."""
     first, second = x.chunk(2, dim=-1)
     return ACTIVATIONS[activation](first) * second

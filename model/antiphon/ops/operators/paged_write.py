@@ -18,9 +18,8 @@ from antiphon.ops.operators.attention_inputs import (
     LAYER,
     NUM_HEADS,
     SOURCE_OFFSETS,
-    split_heads,
-    token_ranges,
 )
+from antiphon.ops.operators.eager_attention import split_heads, token_ranges
 from antiphon.ops.torch_registration import register
 
 PAGED_WRITE = Operator(

@@ -1,13 +1,16 @@
 """Whole sublayers as one operator each: products, attention or activation, residual sum and the norm after it.
 
-The native kernels save nodes and tensors. Each reference calls the separate operators, whose kernels compute the same
-bits.
+The native kernels save nodes and tensors. Each row goes through the same kernels as in separate operators, so their
+products and norms have the bits of those.
 
 Axes: N packed tokens, M model width; F outputs of the first product of a feed-forward layer, G inputs of the second
-one, which is F / 2 with a gate; B sources, R rows, X and Y widths of block tables, H heads, D head width, P positions.
+one, which is F / 2 with a gate; B sources, R rows, X and Y widths of block tables, L layers, C heads of the pool;
+H heads, D head width, P positions.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -15,15 +18,25 @@ from antiphon.ops.activations import ACTIVATIONS
 from antiphon.ops.operator import Attribute, Input, Operator, Output, PackedWeight
 from antiphon.ops.operators import packed_weights
 from antiphon.ops.operators.add_norm import ADD_NORM, add_norm
-from antiphon.ops.operators.linear import gate, linear
-from antiphon.ops.operators.packed_attention import PACKED_ATTENTION, packed_attention
-from antiphon.ops.operators.paged_attention import (
-    PAGED_CROSS_ATTENTION,
-    PAGED_SELF_ATTENTION,
+from antiphon.ops.operators.attention_inputs import (
+    BIAS_TABLE,
+    BLOCK_TABLES,
+    CACHE,
+    LAYER,
+    NUM_HEADS,
+    ROTARY_TABLE,
+    ROW_OFFSETS,
+    SCALE,
+    SLOPES,
+    SOURCE_OFFSETS,
+)
+from antiphon.ops.operators.eager_attention import (
+    packed_attention,
     paged_cross_attention,
     paged_self_attention,
+    rotary,
 )
-from antiphon.ops.operators.rotary import rotary
+from antiphon.ops.operators.linear import gate, linear
 from antiphon.ops.torch_registration import register
 
 _PARTS = {"float32": packed_weights.FLOAT32, "int8": packed_weights.INT8, "int4": packed_weights.INT4}
@@ -73,15 +86,24 @@ FEED_FORWARD_SUBLAYER = Operator(
 
 PACKED_ATTENTION_SUBLAYER = Operator(
     name="packed_attention_sublayer",
-    purpose="norm(residual + attention of each packed sequence over itself).",
+    purpose="norm(residual + attention of each packed sequence over itself, without padding).",
     inputs=(
         *_STATES,
         *_weight("qkv", "3 H D, M", "3 H D", "product to queries, keys and values"),
         *_weight("out", "M, H D", "M", "product after the attention"),
         *_NORM,
-        *PACKED_ATTENTION.inputs[1:],
+        SOURCE_OFFSETS,
+        BIAS_TABLE,
+        SLOPES,
+        Input("positions", "int32", "N", "position of each token; read only with rotary_table", optional=True),
+        ROTARY_TABLE,
     ),
-    attributes=(*PACKED_ATTENTION.attributes, *ADD_NORM.attributes),
+    attributes=(
+        NUM_HEADS,
+        SCALE,
+        Attribute("causal", bool, "each token sees itself and the tokens before it only"),
+        *ADD_NORM.attributes,
+    ),
     outputs=_OUTPUTS,
     shapes=lambda given: [given["x"].shape, given["x"].shape],
     weights=(
@@ -98,11 +120,16 @@ PAGED_SELF_ATTENTION_SUBLAYER = Operator(
         *_weight("qkv", "3 H D, M", "3 H D", "product to queries, keys and values"),
         *_weight("out", "M, H D", "M", "product after the attention"),
         *_NORM,
-        *PAGED_SELF_ATTENTION.inputs[1:],
-        Input("rotary_table", "float", "P, D", "table of the operator rotary", optional=True),
+        CACHE,
+        BLOCK_TABLES,
+        ROW_OFFSETS,
+        Input("positions", "int32", "N", "position of each new token in its row"),
+        BIAS_TABLE,
+        SLOPES,
+        ROTARY_TABLE,
     ),
-    attributes=(*PAGED_SELF_ATTENTION.attributes, *ADD_NORM.attributes),
-    outputs=(*_OUTPUTS, PAGED_SELF_ATTENTION.outputs[1]),
+    attributes=(NUM_HEADS, SCALE, LAYER, *ADD_NORM.attributes),
+    outputs=(*_OUTPUTS, Output("present", "cache", CACHE.axes, "the cache with the new tokens", updates="cache")),
     shapes=lambda given: [given["x"].shape, given["x"].shape, given["cache"].shape],
     weights=(
         PackedWeight(name="qkv_weight", sizes=("qkv_width",), parts=_PARTS),
@@ -118,9 +145,12 @@ PAGED_CROSS_ATTENTION_SUBLAYER = Operator(
         *_weight("query", "H D, M", "H D", "product to queries"),
         *_weight("out", "M, H D", "M", "product after the attention"),
         *_NORM,
-        *PAGED_CROSS_ATTENTION.inputs[1:],
+        CACHE,
+        replace(BLOCK_TABLES, axes="R, Y", meaning="blocks of each row's source, in the order of its positions"),
+        ROW_OFFSETS,
+        Input("source_lens", "int32", "R", "tokens of each row's source"),
     ),
-    attributes=(*PAGED_CROSS_ATTENTION.attributes, *ADD_NORM.attributes),
+    attributes=(NUM_HEADS, SCALE, LAYER, *ADD_NORM.attributes),
     outputs=_OUTPUTS,
     shapes=lambda given: [given["x"].shape, given["x"].shape],
     weights=(
@@ -166,6 +196,8 @@ def packed_attention_sublayer(
     offsets: Tensor,
     bias_table: Tensor | None,
     slopes: Tensor | None,
+    positions: Tensor | None,
+    rotary_table: Tensor | None,
     *,
     num_heads: int,
     scale: float,
@@ -173,8 +205,11 @@ def packed_attention_sublayer(
     epsilon: float,
     kind: str,
 ) -> tuple[Tensor, Tensor]:
-    """Multiply, attend, multiply, add and normalise."""
+    """Multiply, rotate where there is a table, attend, multiply, add and normalise."""
     qkv = linear(x, qkv_weight, qkv_bias, activation="none")
+    if rotary_table is not None:
+        assert positions is not None, "rotary_table needs positions"
+        qkv = rotary(qkv, positions, rotary_table, num_heads=num_heads)
     attended = packed_attention(qkv, offsets, bias_table, slopes, num_heads=num_heads, scale=scale, causal=causal)
     out = linear(attended, out_weight, out_bias, activation="none")
     return add_norm(out, residual, norm_weight, norm_bias, epsilon=epsilon, kind=kind)  # type: ignore[no-any-return]
