@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from antiphon.training.group import Group
 from antiphon.training.recipe import FineTuneRecipe, PretrainRecipe
+from antiphon.training.task import Group
 from antiphon.training.trainer import Trainer
 
 VERBS = {"play": "music", "book": "table", "check": "weather"}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from antiphon.training.data.corpus import Pair
-from antiphon.training.recipe_data import DataConfig
+from antiphon.training.corpus import Pair
+from antiphon.training.recipe import DataConfig
 
 
 def pairs_of(language: str, count: int) -> list[Pair]:

@@ -18,7 +18,7 @@ from antiphon.cli.main import main
 from antiphon.client import Client, Options, ServerError
 from antiphon.export.export import export_bundle
 from antiphon.server.settings import SHIPPED_BUNDLE
-from antiphon.training.data.corpus import load_collections
+from antiphon.training.corpus import load_collections
 from antiphon.training.recipe import Recipe, TrainConfig
 from tests.integration.process import ServerProcess
 from tests.pair_collections import collections, pairs_of

@@ -15,11 +15,18 @@ from antiphon.architecture.config import ModelConfig, preset
 from antiphon.checkpoints.checkpoint import Checkpoint, load_checkpoint
 from antiphon.errors import PruneError
 from antiphon.export.export import export_bundle
-from antiphon.training.data.translation_data import Batch, Example, collate
-from antiphon.training.pruning import prune
-from antiphon.training.pruning.head_choice import Choice, Each, Share
-from antiphon.training.pruning.head_importance import attentions, head_gates, head_importance, sentence_losses
-from antiphon.training.pruning.prune import without_heads
+from antiphon.training import pruning
+from antiphon.training.pruning import (
+    Choice,
+    Each,
+    Share,
+    attentions,
+    head_gates,
+    head_importance,
+    sentence_losses,
+    without_heads,
+)
+from antiphon.training.translation import Batch, Example, collate
 from antiphon.transformer.random_model import random_transformer
 from antiphon.transformer.transformer import Transformer
 from tests.parity.conftest import VARIANTS
@@ -156,10 +163,10 @@ def test_removing_as_many_heads_of_each_module_needs_no_module_heads() -> None:
 
 
 def test_a_pruned_model_can_be_pruned_again(checkpoint: Checkpoint) -> None:
-    once = prune.prune(checkpoint, PAIRS, Share(0.25))
-    twice = prune.prune(replace(checkpoint, config=once.model.config, model=once.model), PAIRS, Share(0.5))
-    evenly = prune.prune(replace(checkpoint, config=twice.model.config, model=twice.model), PAIRS, Each(1))
-    counts = [sum(map(len, pruning.kept.values())) for pruning in (once, twice, evenly)]
+    once = pruning.prune(checkpoint, PAIRS, Share(0.25))
+    twice = pruning.prune(replace(checkpoint, config=once.model.config, model=once.model), PAIRS, Share(0.5))
+    evenly = pruning.prune(replace(checkpoint, config=twice.model.config, model=twice.model), PAIRS, Each(1))
+    counts = [sum(map(len, pruned.kept.values())) for pruned in (once, twice, evenly)]
     assert counts == [18, 9, 6]
     assert (twice.loss_before, evenly.model.config.module_heads) == (once.loss_after, None)
 
@@ -226,7 +233,7 @@ def test_importance_does_not_depend_on_how_pairs_are_batched(checkpoint: Checkpo
 
 def parse(*arguments: object) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    prune.add_arguments(parser)
+    pruning.add_arguments(parser)
     return parser.parse_args([str(argument) for argument in arguments])
 
 
@@ -244,7 +251,7 @@ def test_prune_command_writes_a_checkpoint_that_exports(
 ) -> None:
     """The export verifies all graphs against the pruned model."""
     folder = checkpoint.text_folder
-    code = prune.run(parse(folder, tmp_path / "pruned", "--heads", 3, "--source", texts[0], "--reference", texts[1]))
+    code = pruning.run(parse(folder, tmp_path / "pruned", "--heads", 3, "--source", texts[0], "--reference", texts[1]))
     printed = capsys.readouterr()
     assert code == 0, printed.err
     assert len([line for line in printed.out.splitlines() if line.count("-") == 1 and "_attention" in line]) == 6
@@ -262,11 +269,11 @@ def test_prune_command_removes_a_share_of_all_heads(
     checkpoint: Checkpoint, texts: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, files = checkpoint.text_folder, ("--source", texts[0], "--reference", texts[1])
-    assert prune.run(parse(folder, tmp_path / "pruned", "--share", 0.3, *files)) == 0
+    assert pruning.run(parse(folder, tmp_path / "pruned", "--share", 0.3, *files)) == 0
     assert "24 heads to 17 in 6 attention modules (dropped: -)" in capsys.readouterr().out
     written = load_checkpoint(tmp_path / "pruned").config
     assert written.module_heads is not None
-    assert written == prune.prune(checkpoint, PAIRS, Share(0.3)).model.config
+    assert written == pruning.prune(checkpoint, PAIRS, Share(0.3)).model.config
 
 
 @pytest.mark.parametrize("amounts", [[], ["--heads", 2, "--share", 0.3]])
@@ -302,7 +309,7 @@ def test_prune_command_refuses_with_one_line(
     arguments: list[object],
     message: str,
 ) -> None:
-    assert prune.run(parse(checkpoint.text_folder, tmp_path / "pruned", *arguments)) == 2
+    assert pruning.run(parse(checkpoint.text_folder, tmp_path / "pruned", *arguments)) == 2
     printed = capsys.readouterr().err
     assert printed.startswith("antiphon prune: ")
     assert printed.count("\n") == 1
@@ -314,7 +321,7 @@ def test_prune_command_refuses_an_existing_output(
     checkpoint: Checkpoint, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "mine.txt").write_text("precious")
-    assert prune.run(parse(checkpoint.text_folder, tmp_path, "--heads", 2)) == 2
+    assert pruning.run(parse(checkpoint.text_folder, tmp_path, "--heads", 2)) == 2
     assert "exists; give a new directory" in capsys.readouterr().err
     assert (tmp_path / "mine.txt").exists()
 

@@ -7,7 +7,7 @@ import os
 import torch
 
 from antiphon.bundle.machine import processor_name
-from antiphon.training.group import Group
+from antiphon.training.task import Group
 
 
 def machine() -> str:

@@ -17,10 +17,8 @@ from typing import Any
 from antiphon.checkpoints.checkpoint import load_checkpoint
 from antiphon.errors import TrainingDiverged
 from antiphon.lab.machine import machine
-from antiphon.training.group import Group
-from antiphon.training.recipe import FineTuneRecipe, PretrainRecipe, Recipe
-from antiphon.training.recipe_data import DataConfig
-from antiphon.training.tasks.training_task import RunFolders, TrainingTask
+from antiphon.training.recipe import DataConfig, FineTuneRecipe, PretrainRecipe, Recipe
+from antiphon.training.task import Group, RunFolders, TrainingTask
 from antiphon.training.trainer import Trainer, open_task
 
 Figures = dict[str, Any]

@@ -2,7 +2,7 @@
 
 A run folder has the tokenizer, `checkpoints/step-*` (training resumes from the newest), metrics.jsonl and loss.png. At
 the end of training it also has `averaged/`, the mean of the last checkpoints, for `antiphon export`. The recipe's task
-defines model, data and loss, see training_task.py.
+defines model, data and loss, see task.py.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, IterableDataset
 from tqdm import tqdm
 
 from antiphon.checkpoints.checkpoint import (
@@ -35,17 +36,14 @@ from antiphon.checkpoints.checkpoint import (
 from antiphon.errors import RecipeError, TrainingDiverged
 from antiphon.ops.attention import Backend
 from antiphon.training.attention_entropy import recorded_entropies
-from antiphon.training.batches_ahead import OpenTask, Place, batches_beside, batches_from
-from antiphon.training.group import Group
-from antiphon.training.loss_plot import plot_losses
+from antiphon.training.distill import DistillTask
+from antiphon.training.fine_tune import FineTuneTask
+from antiphon.training.language_model import LanguageModelTask
+from antiphon.training.masked_model import PretrainTask
 from antiphon.training.optimizer import Optimizer
 from antiphon.training.recipe import AnyRecipe, LanguageModelRecipe, PretrainRecipe, Recipe, TrainConfig
-from antiphon.training.tasks.distill_task import DistillTask
-from antiphon.training.tasks.fine_tune_task import FineTuneTask
-from antiphon.training.tasks.language_model_task import LanguageModelTask
-from antiphon.training.tasks.pretrain_task import PretrainTask
-from antiphon.training.tasks.training_task import AnyBatch, RunFolders, TrainingTask
-from antiphon.training.tasks.translation_task import TranslationTask
+from antiphon.training.task import AnyBatch, Group, RunFolders, TrainingTask
+from antiphon.training.translation import TranslationTask
 from antiphon.transformer.transformer import Transformer
 
 RESUMABLE_STATE = ("state.json", "optimizer.safetensors")
@@ -319,3 +317,69 @@ class Trainer:
         if scores := self.task.scores(averaged, "test"):
             (target / "scores.json").write_text(json.dumps(scores, indent=2) + "\n", encoding="utf-8")
         return target
+
+
+OpenTask = Callable[[Any, RunFolders], TrainingTask[Any]]
+_NUM_WAITING = 64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Place in a run: epoch, and batch of that epoch for every process of the group."""
+
+    epoch: int
+    batch: int
+
+
+def batches_from(task: TrainingTask[Any], place: Place, folders: RunFolders, seed: int) -> Iterator[tuple[Place, Any]]:
+    """Yield the training batches of this process from a place on, without end, each with the place behind it."""
+    group, epoch, first = folders.group, place.epoch, place.batch
+    while True:
+        batches = task.batches("train", seed * 1_000_003 + epoch)
+        for index in range(first, len(batches) // group.size):
+            yield Place(epoch=epoch, batch=index + 1), batches[index * group.size + group.rank]
+        epoch, first = epoch + 1, 0
+
+
+def batches_beside(
+    open_task: OpenTask, recipe: AnyRecipe, folders: RunFolders, place: Place
+) -> Iterator[tuple[Place, AnyBatch]]:
+    """Yield what `batches_from` yields, from a process that opens the recipe's task too and stays 64 batches ahead."""
+    # The process never uses the GPU: a CUDA context would take memory there.
+    beside = replace(folders, group=replace(folders.group, device=torch.device("cpu")))
+    stream = _Stream(open_task, recipe, beside, place)
+    # Spawned: a forked process could use neither CUDA nor the threads of the tokenizer.
+    loader: DataLoader[Any] = DataLoader(
+        stream, batch_size=None, num_workers=1, prefetch_factor=_NUM_WAITING, multiprocessing_context="spawn"
+    )
+    yield from loader
+
+
+class _Stream(IterableDataset[Any]):
+    def __init__(self, open_task: OpenTask, recipe: AnyRecipe, folders: RunFolders, place: Place) -> None:
+        self._open_task = open_task
+        self._recipe = recipe
+        self._folders = folders
+        self._place = place
+
+    def __iter__(self) -> Iterator[tuple[Place, Any]]:
+        task = self._open_task(self._recipe, self._folders)
+        return batches_from(task, self._place, self._folders, self._recipe.train.seed)
+
+
+def plot_losses(metrics: Path, target: Path) -> None:
+    """Draw training and validation loss, in nats per label, over steps."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    records = [json.loads(line) for line in metrics.read_text().splitlines()]
+    figure, axes = pyplot.subplots(figsize=(7, 4))
+    for name, label in (("train_loss", "training (label-smoothed)"), ("valid_loss", "validation")):
+        axes.plot([r["step"] for r in records], [r[name] for r in records], label=label)
+    axes.set(xlabel="step", ylabel="nats per label")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(target, dpi=120, bbox_inches="tight")
+    pyplot.close(figure)

@@ -250,7 +250,7 @@ model, texts and answers are compared with those of the original in transformers
 sacreBLEU and chrF; --json prints one object per system""",
     ),
     "prune": Subcommand(
-        module="antiphon.training.pruning.prune",
+        module="antiphon.training.pruning",
         extra="train",
         summary="remove the least important attention heads",
         examples="""\

@@ -9,8 +9,8 @@ from antiphon.lab.data.algorithms import VOCAB_SIZE, Algorithm, Sizes, algorithm
 from antiphon.lab.data.datasets import Dataset
 from antiphon.lab.recurrent.config import RecurrentConfig
 from antiphon.lab.recurrent.lstm import RecurrentModel
-from antiphon.training.group import Group
 from antiphon.training.recipe import Recipe
+from antiphon.training.task import Group
 
 SIZES = Sizes(max_len=9, train=600, valid=40, test=40)
 SHAPE = dict(d_model=32, dropout=0.1)

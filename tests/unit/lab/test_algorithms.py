@@ -6,7 +6,7 @@ import pytest
 
 from antiphon.lab.data.algorithms import ALGORITHMS, Algorithm, Sizes, algorithm_dataset
 from antiphon.text.tokenizer import Tokenizer
-from antiphon.training.data.corpus import Pair, load_corpus
+from antiphon.training.corpus import Pair, load_corpus
 from tests.unit.lab.recurrent_models import SIZES, made_dataset
 
 PAIRS = {"(": ")", "[": "]", "{": "}"}

@@ -7,9 +7,8 @@ from torch import Tensor, nn
 from antiphon.lab.measures.distances import gradient_by_distance
 from antiphon.lab.recurrent.lstm import RecurrentModel
 from antiphon.lab.recurrent.recurrent_task import RecurrentTask
-from antiphon.training.data.translation_data import Batch, Example, collate
-from antiphon.training.tasks.training_task import RunFolders
-from antiphon.training.tasks.translation_task import TranslationTask
+from antiphon.training.task import RunFolders
+from antiphon.training.translation import Batch, Example, TranslationTask, collate
 from antiphon.transformer.transformer import Transformer
 from tests.unit.lab.recurrent_models import ALONE, SHAPE, small_recipe
 

@@ -20,7 +20,7 @@ from antiphon.lab.measures.translations import bleu_of, translations
 from antiphon.lab.times import median_seconds
 from antiphon.lab.trial import train
 from antiphon.text.tokenizer import Tokenizer, byte_bpe_format
-from antiphon.training.data.corpus import load_corpus
+from antiphon.training.corpus import load_corpus
 from antiphon.transformer.greedy import greedy
 from antiphon.transformer.random_model import random_transformer
 from antiphon.transformer.transformer import Transformer

@@ -22,8 +22,8 @@ from antiphon.lab.memory.lengths import crossings, lecture_rows, longest, with_l
 from antiphon.lab.memory.sublayers import LOSS_ROWS
 from antiphon.lab.memory.terms import Case, LabBackend, Prediction, num_parameters
 from antiphon.text.format import TextFormat
-from antiphon.training.group import Group
-from antiphon.training.tasks.loss import ROWS, padding_of
+from antiphon.training.losses import ROWS, padding_of
+from antiphon.training.task import Group
 from antiphon.transformer.random_model import random_transformer
 from antiphon.transformer.transformer import Transformer
 

@@ -9,9 +9,9 @@ import torch
 from antiphon.checkpoints.checkpoint import load_weights, read_tensors
 from antiphon.errors import CheckpointError, RecipeError
 from antiphon.lab.recurrent.recurrent_task import OpenRecurrent, RecurrentTask, load_recurrent
-from antiphon.training.tasks.training_task import RunFolders
-from antiphon.training.tasks.translation_task import TranslationTask
+from antiphon.training.task import RunFolders
 from antiphon.training.trainer import Trainer
+from antiphon.training.translation import TranslationTask
 from tests.unit.lab.recurrent_models import ALONE, SHAPE, small_recipe
 
 torch.set_num_threads(1)  # arrays this small are slower with several threads

@@ -6,7 +6,7 @@ import pytest
 from antiphon.errors import RecipeError
 from antiphon.lab.data.scan import SPLITS, Split, scan_dataset
 from antiphon.text.tokenizer import Tokenizer
-from antiphon.training.data.corpus import load_corpus
+from antiphon.training.corpus import load_corpus
 
 DATA = os.environ.get("ANTIPHON_DATA")
 needs_data = pytest.mark.skipif(DATA is None, reason="ANTIPHON_DATA does not name a folder with the training data")

@@ -7,11 +7,9 @@ from typing import Any
 
 import torch
 
-from antiphon.training.batches_ahead import Place, batches_beside, batches_from
-from antiphon.training.group import Group
 from antiphon.training.recipe import Augmentation, Recipe
-from antiphon.training.tasks.training_task import RunFolders
-from antiphon.training.trainer import open_task
+from antiphon.training.task import Group, RunFolders
+from antiphon.training.trainer import Place, batches_beside, batches_from, open_task
 from tests.unit.training.test_train import make_recipe
 
 

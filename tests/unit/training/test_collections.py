@@ -9,11 +9,9 @@ import pytest
 
 from antiphon.errors import RecipeError
 from antiphon.text.tokenizer import Tokenizer
-from antiphon.training.data.corpus import held_out_rule, load_collections, load_corpus
-from antiphon.training.data.pair_epochs import RepeatedPairs, epoch_pairs
-from antiphon.training.data.token_splitting import TokenSplitter
-from antiphon.training.recipe import Augmentation, Recipe, load_recipe
-from antiphon.training.recipe_data import DataConfig
+from antiphon.training.corpus import held_out_rule, load_collections, load_corpus
+from antiphon.training.recipe import Augmentation, DataConfig, Recipe, load_recipe
+from antiphon.training.translation import RepeatedPairs, TokenSplitter, epoch_pairs
 from tests.pair_collections import collections, pairs_of
 from tests.recipe_files import write_recipe
 

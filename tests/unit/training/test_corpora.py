@@ -16,13 +16,11 @@ from hypothesis import strategies as st
 from antiphon.cli.main import main
 from antiphon.errors import CorpusError
 from antiphon.training.corpora import command
-from antiphon.training.corpora.debian_docs import Paragraphs, write_corpus
-from antiphon.training.corpora.markup import paragraphs_of
-from antiphon.training.corpora.package_list import Package, load_packages
-from antiphon.training.corpora.prose import is_prose, prose_of, split_sentences
-from antiphon.training.corpora.readers import READERS
-from antiphon.training.data.text_files import read_documents
-from antiphon.training.recipe_data import TextFile
+from antiphon.training.corpora.documents import Paragraphs, is_prose, prose_of, split_sentences, write_corpus
+from antiphon.training.corpora.packages import Package, load_packages
+from antiphon.training.corpora.readers import READERS, paragraphs_of
+from antiphon.training.corpus import read_documents
+from antiphon.training.recipe import TextFile
 from tests.debian_packages import build_package, needs_dpkg
 
 PAGE = """<!DOCTYPE html><html><head><title>Title</title><style>p { color: red }</style></head><body>

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from antiphon.errors import RecipeError
-from antiphon.training.data.corpus import HELD_OUT_MAX_GROUP, Pair, held_out_rule, load_corpus
-from antiphon.training.recipe import load_recipe
-from antiphon.training.recipe_data import DataConfig, DataFile
+from antiphon.training.corpus import HELD_OUT_MAX_GROUP, Pair, held_out_rule, load_corpus
+from antiphon.training.recipe import DataConfig, DataFile, load_recipe
 
 DATA = os.environ.get("ANTIPHON_DATA")
 

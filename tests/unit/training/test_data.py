@@ -4,15 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from antiphon.text.tokenizer import Tokenizer
-from antiphon.training.data.translation_data import (
-    IGNORED_LABEL,
-    LENGTH_STEP,
-    Example,
-    collate,
-    encode_pairs,
-    plan_batches,
-    rows_of,
-)
+from antiphon.training.batches import IGNORED_LABEL, LENGTH_STEP, rows_of
+from antiphon.training.translation import Example, collate, encode_pairs, plan_batches
 
 TOKENIZER = Tokenizer.train([], vocab_size=260)
 

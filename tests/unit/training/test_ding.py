@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from antiphon.training.corpora.ding import PACKAGE, ding_pairs, is_sentence, write_pairs
-from antiphon.training.corpora.package_list import DebianPackage
+from antiphon.training.corpora.packages import DebianPackage
+from antiphon.training.corpora.pairs import DING_PACKAGE, ding_pairs, is_sentence, write_pairs
 from tests.debian_packages import build_package, needs_dpkg
 
 
@@ -47,7 +47,7 @@ def test_sentences_have_four_words_on_each_side() -> None:
 
 @needs_dpkg
 def test_sentences_and_words_are_two_files_of_english_and_german(tmp_path: Path) -> None:
-    (name,) = PACKAGE.files
+    (name,) = DING_PACKAGE.files
     dictionary = "# Version :: 1.9\nAuto {n} | Mein Auto springt nicht an. :: car | My car won’t start.\n"
     described = {**build_package(tmp_path, {name: dictionary.encode()}), "files": [name]}
     written = write_pairs(tmp_path, tmp_path / "data", DebianPackage.model_validate(described))

@@ -9,11 +9,9 @@ from torch.nn import functional
 from antiphon.checkpoints.checkpoint import load_checkpoint
 from antiphon.cli.main import main
 from antiphon.errors import CheckpointError, RecipeError
-from antiphon.training.data.encoder_data import EncoderBatch
-from antiphon.training.data.translation_data import IGNORED_LABEL
+from antiphon.training.batches import IGNORED_LABEL, EncoderBatch
+from antiphon.training.distill import DistillationLoss, DistillTask, taught_layers
 from antiphon.training.recipe import Distillation, PretrainRecipe
-from antiphon.training.tasks.distill_task import DistillTask, taught_layers
-from antiphon.training.tasks.distillation_loss import DistillationLoss
 from antiphon.training.trainer import Trainer
 from antiphon.transformer.transformer import Transformer
 from tests.encoder_recipes import GROUP, pretrain_recipe, pretrained

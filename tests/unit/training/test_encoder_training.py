@@ -16,15 +16,14 @@ from antiphon.checkpoints.checkpoint import load_checkpoint, read_tensors
 from antiphon.cli.main import main
 from antiphon.errors import RecipeError
 from antiphon.text.template import fill
+from antiphon.training.batches import IGNORED_LABEL
 from antiphon.training.command import frozen
-from antiphon.training.data.text_files import Part, Tagged
-from antiphon.training.data.translation_data import IGNORED_LABEL
-from antiphon.training.data.word_tags import first_tags, token_tags, words_of_tokens
+from antiphon.training.corpus import Part, Tagged
+from antiphon.training.losses import EncoderLoss, label_accuracy
+from antiphon.training.masked_model import PretrainTask
 from antiphon.training.recipe import PretrainRecipe, load_any_recipe
-from antiphon.training.tasks.encoder_loss import EncoderLoss, label_accuracy
-from antiphon.training.tasks.pretrain_task import PretrainTask
-from antiphon.training.tasks.span_f1 import span_score
-from antiphon.training.tasks.training_task import Batches, RunFolders
+from antiphon.training.scores import first_tags, span_score, token_tags, words_of_tokens
+from antiphon.training.task import Batches, RunFolders
 from antiphon.training.trainer import Trainer
 from antiphon.transformer.dropout import Dropout
 from antiphon.transformer.layers import EncoderLayer

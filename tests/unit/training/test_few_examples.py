@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 from antiphon.checkpoints.checkpoint import load_checkpoint
 from antiphon.cli.main import main
 from antiphon.training.command import with_few_examples
-from antiphon.training.data.few_examples import few_examples
-from antiphon.training.data.text_files import Labelled, Tagged, read_labelled, read_parts
+from antiphon.training.corpus import Labelled, Tagged, read_labelled, read_parts
+from antiphon.training.fine_tune import FineTuneTask, few_examples
 from antiphon.training.recipe import FineTuneRecipe, load_any_recipe
-from antiphon.training.tasks.fine_tune_task import FineTuneTask
-from antiphon.training.tasks.training_task import RunFolders
+from antiphon.training.task import RunFolders
 from antiphon.training.trainer import Trainer
 from tests.encoder_recipes import GROUP, fine_tune_recipe, pretrained
 

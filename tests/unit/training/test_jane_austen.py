@@ -5,8 +5,8 @@ import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from antiphon.training.corpora import jane_austen
-from antiphon.training.corpora.package_list import DebianPackage
+from antiphon.training.corpora.documents import NOVELS_PACKAGE, write_novels
+from antiphon.training.corpora.packages import DebianPackage
 from antiphon.training.recipe import LanguageModelRecipe, load_any_recipe
 from tests.debian_packages import build_package, needs_dpkg
 
@@ -32,9 +32,9 @@ def r_strings(lines: Sequence[str]) -> bytes:
 def test_novels_are_written_with_a_paragraph_a_line(tmp_path: Path) -> None:
     vectors = [r_strings(lines) for lines in NOVELS.values()]
     database = b"".join(struct.pack(">i", len(vector)) + zlib.compress(vector) for vector in vectors)
-    (name,) = jane_austen.PACKAGE.files
+    (name,) = NOVELS_PACKAGE.files
     package = DebianPackage.model_validate({**build_package(tmp_path, {name: database}), "files": [name]})
-    written = jane_austen.write_novels(tmp_path, tmp_path / "data", package)
+    written = write_novels(tmp_path, tmp_path / "data", package)
     assert {path.name: path.read_bytes().decode() for path in written} == TEXTS
 
 

@@ -18,14 +18,12 @@ from antiphon.cli.main import main
 from antiphon.errors import CheckpointError, RecipeError
 from antiphon.text.exact_bpe import END_ID, exact_bpe_format, train_exact_bpe
 from antiphon.text.tokenizer import Tokenizer, open_tokenizer
-from antiphon.training.data.running_text import read_running_text
-from antiphon.training.data.text_windows import Windows, adjacent_starts, shuffled_starts
-from antiphon.training.data.translation_data import IGNORED_LABEL
+from antiphon.training.batches import IGNORED_LABEL
+from antiphon.training.corpus import read_running_text
+from antiphon.training.language_model import LanguageModelTask, Windows, adjacent_starts, language_loss, shuffled_starts
 from antiphon.training.recipe import LanguageModelRecipe, load_any_recipe
-from antiphon.training.tasks.language_loss import language_loss
-from antiphon.training.tasks.language_model_task import LanguageModelTask
-from antiphon.training.tasks.text_loss import text_loss
-from antiphon.training.tasks.training_task import RunFolders
+from antiphon.training.scores import text_loss
+from antiphon.training.task import RunFolders
 from antiphon.training.trainer import Trainer
 from antiphon.transformer.random_model import random_transformer
 from tests.language_recipes import GROUP, MODEL, language_recipe, running_text, trained_language_model
@@ -121,7 +119,7 @@ def test_loss_is_the_cross_entropy_of_every_window(
 
     num_together: tokens that are scored together, of a part of a window, of three windows, and of all windows.
     """
-    monkeypatch.setattr("antiphon.training.tasks.language_loss.SCORED_TOKENS", num_together)
+    monkeypatch.setattr("antiphon.training.language_model.SCORED_TOKENS", num_together)
     tokenizer = exact_tokenizer(tmp_path, 257)
     model = random_transformer(
         preset("tiny", vocab_size=257, max_target_len=9, architecture="decoder", encoder_layers=0)

@@ -2,8 +2,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from antiphon.training.data.translation_data import IGNORED_LABEL
-from antiphon.training.tasks.loss import ROWS, linear_cross_entropy
+from antiphon.training.batches import IGNORED_LABEL
+from antiphon.training.losses import ROWS, linear_cross_entropy
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from antiphon.training.data.masking import Masking
-from antiphon.training.data.translation_data import IGNORED_LABEL
+from antiphon.training.batches import IGNORED_LABEL
+from antiphon.training.masked_model import Masking
 from antiphon.training.recipe import MaskingConfig
 
 VOCAB = 60

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from antiphon.errors import CorpusError
-from antiphon.training.corpora.debian_games import write_games
-from antiphon.training.corpora.message_catalogues import catalogue_pairs, text_pairs
-from antiphon.training.corpora.package_list import Program, load_programs
+from antiphon.training.corpora.packages import Program, load_programs
+from antiphon.training.corpora.pairs import catalogue_pairs, text_pairs, write_games
 from tests.debian_packages import build_package, needs_dpkg
 
 MESSAGES = {

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from antiphon.training.data.sentence_pairs import SentencePair, sentence_pairs
-from antiphon.training.data.token_documents import TokenDocuments
+from antiphon.training.passages import SentencePair, TokenDocuments, sentence_pairs
 
 
 def documents(count: int, seed: int, max_sentences: int = 8) -> TokenDocuments:

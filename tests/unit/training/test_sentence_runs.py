@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from antiphon.training.data.sentence_runs import sentence_runs
-from antiphon.training.data.token_documents import TokenDocuments
+from antiphon.training.passages import TokenDocuments, sentence_runs
 
 
 def documents(count: int, seed: int) -> list[list[list[int]]]:

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from antiphon.training.tasks.span_f1 import Span, SpanScore, span_score, spans
+from antiphon.training.scores import Span, SpanScore, span_score, spans
 
 TAGS = ["O", "B-a", "I-a", "B-b", "I-b", "B-a-b", "I-a-b"]
 SENTENCE = st.lists(st.sampled_from(TAGS), max_size=9)

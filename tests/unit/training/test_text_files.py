@@ -7,7 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from antiphon.errors import RecipeError
-from antiphon.training.data.text_files import (
+from antiphon.training.corpus import (
     Labelled,
     Tagged,
     is_held_out,
@@ -17,7 +17,7 @@ from antiphon.training.data.text_files import (
     read_tagged,
     read_texts,
 )
-from antiphon.training.recipe_data import LabelledData, TextFile
+from antiphon.training.recipe import LabelledData, TextFile
 
 
 def written(folder: Path, name: str, content: bytes, **settings: str) -> TextFile:

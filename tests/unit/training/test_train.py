@@ -19,12 +19,11 @@ from antiphon.checkpoints.checkpoint import average_weights, load_checkpoint, re
 from antiphon.cli.main import main
 from antiphon.errors import CheckpointError, RecipeError
 from antiphon.export.export import export_bundle
-from antiphon.training.group import Group
-from antiphon.training.pruning.head_choice import Choice, Each, Share
-from antiphon.training.pruning.prune import prune
+from antiphon.training.pruning import Choice, Each, Share, prune
 from antiphon.training.recipe import Recipe, TrainConfig
-from antiphon.training.tasks.translation_task import TranslationTask
+from antiphon.training.task import Group
 from antiphon.training.trainer import Trainer, learning_rate
+from antiphon.training.translation import TranslationTask
 from antiphon.transformer.greedy import greedy
 from tests.recipe_files import write_recipe
 
@@ -40,7 +39,7 @@ from pathlib import Path
 from safetensors.torch import save_file
 from antiphon.checkpoints.checkpoint import weights_of
 from antiphon.training.recipe import Recipe
-from antiphon.training.group import Group
+from antiphon.training.task import Group
 from antiphon.training.trainer import Trainer
 
 folder = Path(sys.argv[1])

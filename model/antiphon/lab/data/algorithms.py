@@ -22,7 +22,7 @@ from typing import Literal, get_args
 
 from antiphon.lab.data.datasets import Dataset
 from antiphon.lab.data.written import write_parts
-from antiphon.training.data.corpus import Pair
+from antiphon.training.corpus import Pair
 
 Algorithm = Literal["copy", "reverse", "sort", "addition", "counting", "brackets"]
 ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from antiphon.training.data.corpus import Pair
-from antiphon.training.recipe_data import DataConfig
+from antiphon.training.corpus import Pair
+from antiphon.training.recipe import DataConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -19,8 +19,8 @@ from typing import Literal, get_args
 from antiphon.errors import RecipeError
 from antiphon.lab.data.datasets import Dataset
 from antiphon.lab.data.written import write_parts
-from antiphon.training.data.corpus import Pair, read_verified
-from antiphon.training.recipe_data import DataFile
+from antiphon.training.corpus import Pair, read_verified
+from antiphon.training.recipe import DataFile
 
 Split = Literal[
     "simple",

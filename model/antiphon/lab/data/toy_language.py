@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 
 from antiphon.lab.data.written import write_parts
-from antiphon.training.recipe_data import DataConfig
+from antiphon.training.recipe import DataConfig
 
 _WORDS = {"red": "rot", "green": "grün", "blue": "blau", "house": "Haus", "tree": "Baum", "old": "alt", "new": "neu"}
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from antiphon.lab.data.written import write_text
-from antiphon.training.recipe_data import LabelledData, TextData, TextFile
+from antiphon.training.recipe import LabelledData, TextData, TextFile
 
 _VERBS = {"play": "music", "book": "table", "check": "weather"}
 _PLACES = ("rome", "oslo", "lima")

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from antiphon.bundle.manifest import file_entry
-from antiphon.training.data.corpus import Pair
-from antiphon.training.recipe_data import DataConfig, DataFile
+from antiphon.training.corpus import Pair
+from antiphon.training.recipe import DataConfig, DataFile
 
 
 def write_parts(

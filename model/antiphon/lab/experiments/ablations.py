@@ -16,9 +16,8 @@ from antiphon.lab.measures.translations import bleu_of, translations
 from antiphon.lab.pictures import bars
 from antiphon.lab.setting import Setting
 from antiphon.lab.trial import Figures, Trial
-from antiphon.training.data.corpus import load_corpus
-from antiphon.training.recipe import Recipe, load_recipe
-from antiphon.training.recipe_data import DataConfig
+from antiphon.training.corpus import load_corpus
+from antiphon.training.recipe import DataConfig, Recipe, load_recipe
 
 BASELINE = "baseline"
 STEPS = 1200

@@ -19,7 +19,7 @@ from antiphon.lab.measures.fine_tuned import fine_tune, score_of
 from antiphon.lab.pictures import bars
 from antiphon.lab.setting import Setting
 from antiphon.lab.trial import Figures, Trial
-from antiphon.training.data.text_files import read_labelled, read_parts
+from antiphon.training.corpus import read_labelled, read_parts
 from antiphon.training.recipe import FineTuneRecipe, PretrainRecipe, load_any_recipe
 
 BERT, STUDENT = "BERT", "DistilBERT"

@@ -24,7 +24,7 @@ from antiphon.lab.measures.speeds import TRAINING, speeds
 from antiphon.lab.pictures import Panel, Points, panels
 from antiphon.lab.setting import Setting
 from antiphon.lab.trial import Figures, Trial
-from antiphon.training.data.corpus import Pair
+from antiphon.training.corpus import Pair
 
 _TASK: Algorithm = "reverse"
 _LENGTHS, _TOY_LENGTHS = (64, 128, 256, 512, 1024, 2048), (8, 16)

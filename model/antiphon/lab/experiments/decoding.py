@@ -32,7 +32,7 @@ from antiphon.lab.pictures import curves
 from antiphon.lab.setting import Setting
 from antiphon.lab.times import median_seconds
 from antiphon.lab.trial import Figures, Trial
-from antiphon.training.data.corpus import load_corpus
+from antiphon.training.corpus import load_corpus
 from antiphon.transformer.greedy import greedy
 from antiphon.transformer.random_model import random_transformer
 from antiphon.transformer.transformer import Transformer

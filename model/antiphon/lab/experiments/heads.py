@@ -29,10 +29,9 @@ from antiphon.lab.pictures import curves
 from antiphon.lab.setting import Setting
 from antiphon.lab.times import median_seconds
 from antiphon.lab.trial import Figures, Trial
-from antiphon.training.data.corpus import load_corpus
-from antiphon.training.group import Group
-from antiphon.training.pruning.head_choice import Each, Share
-from antiphon.training.pruning.prune import prune
+from antiphon.training.corpus import load_corpus
+from antiphon.training.pruning import Each, Share, prune
+from antiphon.training.task import Group
 from antiphon.training.trainer import Trainer
 
 _SETTING = "heads 8"

@@ -23,7 +23,7 @@ from antiphon.lab.measures.teacher_forced import forced
 from antiphon.lab.pictures import Points, curves
 from antiphon.lab.setting import Setting
 from antiphon.lab.trial import Figures, Trial
-from antiphon.training.data.corpus import Pair
+from antiphon.training.corpus import Pair
 from antiphon.training.recipe import Recipe
 from antiphon.transformer.greedy import greedy
 

@@ -11,7 +11,7 @@ from antiphon.lab.measures.sequence_models import load_sequence_model
 from antiphon.lab.recurrent.sequence_recipes import OPEN_TASKS, PEAK_LR, Optimisation, sequence_recipe
 from antiphon.lab.setting import Setting
 from antiphon.lab.trial import Figures, Trial
-from antiphon.training.data.corpus import Pair
+from antiphon.training.corpus import Pair
 
 MODELS = tuple(OPEN_TASKS)
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from antiphon.training.data.translation_data import IGNORED_LABEL, Batch
+from antiphon.training.batches import IGNORED_LABEL
+from antiphon.training.translation import Batch
 
 
 def gradient_by_distance(loss: nn.Module, source_embedding: nn.Embedding, batch: Batch) -> list[float]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from antiphon.text.tokenizer import Tokenizer
-from antiphon.training.data.corpus import Pair
+from antiphon.training.corpus import Pair
 
 
 class GreedyDecoder(Protocol):

@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 
 from antiphon.checkpoints.checkpoint import load_checkpoint
-from antiphon.training.group import Group
 from antiphon.training.recipe import FineTuneRecipe
+from antiphon.training.task import Group
 from antiphon.training.trainer import Trainer
 
 

@@ -14,9 +14,8 @@ from antiphon.lab.recurrent.greedy import recurrent_greedy
 from antiphon.lab.recurrent.lstm import RecurrentModel
 from antiphon.lab.recurrent.recurrent_task import RecurrentLoss, load_recurrent
 from antiphon.text.tokenizer import Tokenizer
-from antiphon.training.data.corpus import Pair
-from antiphon.training.data.translation_data import Batch, Example, collate
-from antiphon.training.tasks.translation_task import BatchLoss
+from antiphon.training.corpus import Pair
+from antiphon.training.translation import Batch, BatchLoss, Example, collate
 from antiphon.transformer.greedy import greedy
 from antiphon.transformer.transformer import Transformer
 

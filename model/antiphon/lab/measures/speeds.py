@@ -8,8 +8,8 @@ from functools import partial
 from antiphon.lab.measures.sequence_models import SequenceModel
 from antiphon.lab.measures.training_steps import WeightUpdate
 from antiphon.lab.times import median_seconds
-from antiphon.training.data.corpus import Pair
-from antiphon.training.data.translation_data import Batch
+from antiphon.training.corpus import Pair
+from antiphon.training.translation import Batch
 
 TRAINING, DECODING = "training, tokens/s", "decoding, tokens/s"
 

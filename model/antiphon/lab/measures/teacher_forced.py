@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from antiphon.checkpoints.checkpoint import Checkpoint
-from antiphon.training.data.corpus import Pair
-from antiphon.training.data.translation_data import IGNORED_LABEL, Example, collate
+from antiphon.training.batches import IGNORED_LABEL
+from antiphon.training.corpus import Pair
+from antiphon.training.translation import Example, collate
 
 _ROWS = 128
 

@@ -20,10 +20,9 @@ from antiphon.lab.recurrent.recurrent_task import RecurrentLoss
 from antiphon.lab.recurrent.sequence_recipes import LSTM, TRANSFORMER
 from antiphon.lab.times import median_seconds
 from antiphon.ops.attention import Backend
-from antiphon.training.data.translation_data import Batch
 from antiphon.training.optimizer import Optimizer
 from antiphon.training.recipe import TrainConfig
-from antiphon.training.tasks.translation_task import BatchLoss
+from antiphon.training.translation import Batch, BatchLoss
 from antiphon.transformer.transformer import Transformer
 
 _LEARNING_RATE = 1e-3

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from sacrebleu.metrics.bleu import BLEU
 
 from antiphon.checkpoints.checkpoint import Checkpoint
-from antiphon.training.data.corpus import Pair
+from antiphon.training.corpus import Pair
 from antiphon.transformer.greedy import greedy
 
 _ROWS = 64

@@ -62,7 +62,7 @@ def _training_steps(case: Case) -> list[Sublayer]:
 
 
 def padding(labels: int) -> int:
-    """Return `padding_of` of tasks/loss.py, which imports torch; a test compares the two."""
+    """Return `padding_of` of losses.py, which imports torch; a test compares the two."""
     return -labels % (parts.LOSS_ROWS if labels > parts.LOSS_ROWS else parts.LOSS_ROWS // 4)
 
 

@@ -19,10 +19,9 @@ from antiphon.export.profile import encoder_inputs, measure_peak
 from antiphon.lab.memory.terms import Case
 from antiphon.lab.times import median_seconds
 from antiphon.ops.workspace import Workspace
-from antiphon.training.data.translation_data import Batch
 from antiphon.training.optimizer import Optimizer
 from antiphon.training.recipe import TrainConfig
-from antiphon.training.tasks.translation_task import BatchLoss
+from antiphon.training.translation import Batch, BatchLoss
 from antiphon.transformer.transformer import Transformer
 
 
@@ -54,7 +53,7 @@ _LEARNING_RATE = 1e-3
 
 
 class TrainingStep:
-    """Training step of train.py with random weights and random texts that fill the batch."""
+    """Training step of trainer.py with random weights and random texts that fill the batch."""
 
     def __init__(self, case: Case) -> None:
         self.case = case

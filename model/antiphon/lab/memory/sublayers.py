@@ -1,6 +1,6 @@
 """Memory of each sublayer in a training step, as this code's autograd saves it. Torch-free.
 
-The formulas follow transformer/layers.py, ops/attention.py and tasks/loss.py line by line. Autograd saves the input
+The formulas follow transformer/layers.py, ops/attention.py and losses.py line by line. Autograd saves the input
 of a product, the input of a norm, the result of a softmax and of ReLU, and the noise of dropout. Letters as in
 terms.py. Tensors of the residual stream are float32, also in bf16.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 from antiphon.architecture.config import ModelConfig
 from antiphon.lab.memory.terms import FLOAT, Case, Sublayer, Term, total
 
-LOSS_ROWS = 256  # ROWS of tasks/loss.py, which imports torch; a test compares the two
+LOSS_ROWS = 256  # ROWS of losses.py, which imports torch; a test compares the two
 
 
 def _stream(case: Case) -> int:
@@ -174,7 +174,7 @@ def projected_memory(case: Case) -> Sublayer:
 
 
 def loss(case: Case, padding: int) -> Sublayer:
-    """Return the chunked loss. padding: rows that it adds, `padding_of` of tasks/loss.py."""
+    """Return the chunked loss. padding: rows that it adds, `padding_of` of losses.py."""
     config, element = case.config, case.element
     rows = case.tokens + padding
     chunk = min(rows, LOSS_ROWS) * config.vocab_size

@@ -16,11 +16,10 @@ from antiphon.lab.recurrent.config import RecurrentConfig
 from antiphon.lab.recurrent.lstm import RecurrentModel
 from antiphon.ops.attention import Backend
 from antiphon.text.tokenizer import Tokenizer
-from antiphon.training.data.text_files import Part
-from antiphon.training.data.translation_data import Batch
+from antiphon.training.corpus import Part
 from antiphon.training.recipe import Recipe
-from antiphon.training.tasks.training_task import RunFolders
-from antiphon.training.tasks.translation_task import PairBatches, TranslationTask, labelled_loss
+from antiphon.training.task import RunFolders
+from antiphon.training.translation import Batch, PairBatches, TranslationTask, labelled_loss
 
 
 class RecurrentLoss(nn.Module):

@@ -13,7 +13,7 @@ from typing import Any
 from antiphon.lab.data.datasets import Dataset
 from antiphon.lab.recurrent.recurrent_task import OpenRecurrent
 from antiphon.training.recipe import Recipe
-from antiphon.training.tasks.training_task import RunFolders, TrainingTask
+from antiphon.training.task import RunFolders, TrainingTask
 from antiphon.training.trainer import open_task
 
 TRANSFORMER: dict[str, object] = dict(

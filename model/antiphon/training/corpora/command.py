@@ -12,11 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from antiphon.errors import ModelError
-from antiphon.training.corpora.debian_docs import write_corpus
-from antiphon.training.corpora.debian_games import write_games
-from antiphon.training.corpora.ding import write_pairs
-from antiphon.training.corpora.jane_austen import write_novels
-from antiphon.training.corpora.package_list import load_packages, load_programs
+from antiphon.training.corpora.documents import write_corpus, write_novels
+from antiphon.training.corpora.packages import load_packages, load_programs
+from antiphon.training.corpora.pairs import write_games, write_pairs
 
 
 def _write_documents(debs: Path, output: Path) -> list[Path]:

@@ -1,6 +1,6 @@
 """Readers: contents of a file to documents, one function for each format. A document is a list of paragraphs.
 
-html, xml   markup.py
+html, xml   running text of HTML and XML (DocBook, Mallard), without code, titles and menus
 pod         Perl's documentation
 backticks   strings between backticks, a conversation or description each (data of Endless Sky)
 json        texts of JSON files: strings with several words
@@ -13,11 +13,104 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import struct
+import zlib
 from collections.abc import Callable, Iterator, Mapping
+from html.parser import HTMLParser
 
-from antiphon.training.corpora.markup import paragraphs_of
-from antiphon.training.corpora.package_list import ReaderName
-from antiphon.training.corpora.r_objects import character_vectors
+from antiphon.training.corpora.packages import ReaderName
+
+_DROPPED_TAGS = """
+script style pre nav header footer form h1 h2 h3 h4 h5 h6 title head address svg math button select textarea
+programlisting screen synopsis literallayout cmdsynopsis funcsynopsis legalnotice info bookinfo articleinfo refmeta
+refentryinfo indexterm listing code-block comment links desc citation credit
+"""
+_INLINE_TAGS = """
+a abbr acronym b bdi bdo big cite code data del dfn em font i img ins kbd label mark q rp rt ruby s samp small span
+strike strong sub sup time tt u var wbr
+anchor link xref ulink emphasis command filename option literal replaceable application guilabel guimenu guimenuitem
+guibutton keycap keycombo keysym userinput computeroutput systemitem varname constant function parameter type classname
+envar prompt quote firstterm glossterm productname trademark foreignphrase citetitle email phrase inlinegraphic
+mousebutton shortcut interface menuchoice
+gui guiseq key keyseq sys file cmd output input app
+"""
+_DROPPED = frozenset(_DROPPED_TAGS.split())
+_INLINE = frozenset(_INLINE_TAGS.split())
+
+
+class _Paragraphs(HTMLParser):
+    """Collects the text between the borders of block elements."""
+
+    def __init__(self) -> None:
+        super().__init__(convert_charrefs=True)
+        self.paragraphs: list[str] = []
+        self._parts: list[str] = []
+        self._dropped: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """Begin a paragraph at a block element; begin to drop text at an element without running text."""
+        if tag in _DROPPED:
+            self._dropped.append(tag)
+        if tag not in _INLINE:
+            self.flush()
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """End a paragraph at an empty block element of XML."""
+        if tag not in _INLINE:
+            self.flush()
+
+    def handle_endtag(self, tag: str) -> None:
+        """End the paragraph of a block element, and the dropping of text that its start began."""
+        if tag in self._dropped:
+            while self._dropped.pop() != tag:
+                pass
+        if tag not in _INLINE:
+            self.flush()
+
+    def handle_data(self, data: str) -> None:
+        """Add text to the current paragraph."""
+        if not self._dropped:
+            self._parts.append(data)
+
+    def flush(self) -> None:
+        """End the current paragraph."""
+        text = " ".join("".join(self._parts).split())
+        self._parts = []
+        if text:
+            self.paragraphs.append(text)
+
+
+def paragraphs_of(markup: str) -> list[str]:
+    """Return the paragraphs of a document, each with single spaces. Broken markup is read as browsers do."""
+    parser = _Paragraphs()
+    parser.feed(markup)
+    parser.close()
+    parser.flush()
+    return parser.paragraphs
+
+
+_CHARACTER_VECTOR = 16
+_HEADER_BYTES = 2 + 3 * 4 + 4 + len("UTF-8")  # format "X\n", three versions, length and name of the encoding
+
+
+def character_vectors(database: bytes) -> Iterator[list[str]]:
+    """Yield the strings of each character vector. Four bytes before each zlib stream have its full length."""
+    while database:
+        stream = zlib.decompressobj()
+        serialised = stream.decompress(database[4:])
+        database = stream.unused_data
+        kind, count = struct.unpack_from(">II", serialised, _HEADER_BYTES)
+        if kind & 0xFF == _CHARACTER_VECTOR:
+            yield list(_r_strings(serialised, count))
+
+
+def _r_strings(serialised: bytes, count: int) -> Iterator[str]:
+    place = _HEADER_BYTES + 8
+    for _ in range(count):
+        (length,) = struct.unpack_from(">i", serialised, place + 4)  # -1 for a missing value
+        place += 8 + max(0, length)
+        yield serialised[place - max(0, length) : place].decode("utf-8")
+
 
 Document = list[str]
 

@@ -55,7 +55,7 @@ def read_corpus(source: Path, reference: Path | None) -> Corpus:
 def held_out(name: str, data: Path | None) -> Corpus:
     """Return the held-out test part of a recipe's data, each source once. Raises BenchError, which names --recipe."""
     from antiphon.errors import RecipeError
-    from antiphon.training.data.corpus import load_corpus
+    from antiphon.training.corpus import load_corpus
     from antiphon.training.recipe import load_recipe
 
     folder = data or Path(os.environ.get("ANTIPHON_DATA", "."))

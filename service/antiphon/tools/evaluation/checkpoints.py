@@ -84,7 +84,7 @@ def score_text_in_pytorch(path: Path, num_threads: int, text: str) -> TextScore:
 
     Raises EvaluationError for another architecture, and NoTextError if the text has fewer than two tokens.
     """
-    from antiphon.training.tasks.language_loss import language_loss
+    from antiphon.training.language_model import language_loss
 
     checkpoint = _open(path, num_threads)
     if (architecture := checkpoint.config.architecture) != "decoder":

@@ -35,10 +35,8 @@ from antiphon.tools.evaluation.checkpoints import evaluate_checkpoint, score_tex
 from antiphon.tools.evaluation.labels import LabelScore, evaluate_labels
 from antiphon.tools.evaluation.texts import NoTextError, TextScore, evaluate_texts
 from antiphon.tools.evaluation.translations import Reader, Score, TestSet, evaluate_server, run_engine, score_system
-from antiphon.training.data.corpus import Corpus, Pair, load_corpus
-from antiphon.training.data.running_text import read_running_text
-from antiphon.training.recipe import FineTuneRecipe, LanguageModelRecipe, load_any_recipe, load_recipe
-from antiphon.training.recipe_data import DataConfig
+from antiphon.training.corpus import Corpus, Pair, load_corpus, read_running_text
+from antiphon.training.recipe import DataConfig, FineTuneRecipe, LanguageModelRecipe, load_any_recipe, load_recipe
 
 AnyScore = TypeVar("AnyScore", LabelScore, TextScore)
 

@@ -18,18 +18,9 @@ from antiphon.runtime.native import EncoderRunner
 from antiphon.text.template import fill, num_before
 from antiphon.text.tokenizer import open_tokenizer
 from antiphon.tools.offline import answer_all
-from antiphon.training.data.text_files import (
-    Labelled,
-    Part,
-    Tagged,
-    part_of,
-    read_labelled,
-    read_parts,
-    read_tagged,
-)
-from antiphon.training.data.word_tags import first_tags, words_of_tokens
+from antiphon.training.corpus import Labelled, Part, Tagged, part_of, read_labelled, read_parts, read_tagged
 from antiphon.training.recipe import FineTuneRecipe
-from antiphon.training.tasks.span_f1 import span_score
+from antiphon.training.scores import first_tags, span_score, words_of_tokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

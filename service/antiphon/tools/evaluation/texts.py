@@ -15,7 +15,7 @@ from antiphon.text.format import TextFormat
 from antiphon.text.template import fill, num_before
 from antiphon.text.tokenizer import Tokenizer, open_tokenizer
 from antiphon.tools.offline import answer_all
-from antiphon.training.tasks.text_loss import text_loss
+from antiphon.training.scores import text_loss
 
 # The first token of a text or window is given; the following ones are scored.
 SHORTEST = 2

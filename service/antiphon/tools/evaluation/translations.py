@@ -25,7 +25,7 @@ from antiphon.text.format import TextFormat
 from antiphon.text.template import LanguageIds
 from antiphon.text.tokenizer import Tokenizer, encode_sources
 from antiphon.tools.offline import answer_all
-from antiphon.training.data.corpus import Pair
+from antiphon.training.corpus import Pair
 
 Decode = Callable[[Sequence[list[int]]], list[list[int]]]
 

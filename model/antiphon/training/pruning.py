@@ -1,7 +1,11 @@
 """`antiphon prune`: removal of the least important attention heads from a checkpoint.
 
-The head width does not change. The result is an ordinary checkpoint. head_importance.py measures the importance,
-head_choice.py chooses the heads.
+The importance of a head is the gradient of the loss with respect to a gate on its output. Michel et al. 2019, "Are
+Sixteen Heads Really Better than One?", section 4.1: the mean over sentence pairs of |d loss / d gate| with all gates at
+1. It is a first-order estimate of the loss increase without the head. A pruned model keeps as many heads in each
+attention module, or a share of all heads. The head width does not change, and the result is an ordinary checkpoint.
+
+Axes: B batch, T positions, H heads, D head width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -9,23 +13,192 @@ from __future__ import annotations
 import argparse
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 from tqdm import tqdm
 
 from antiphon.architecture.config import ModelConfig, ModuleHeads
 from antiphon.checkpoints.checkpoint import Checkpoint, load_checkpoint, save_checkpoint, weights_of
 from antiphon.errors import ModelError, PruneError
-from antiphon.training.data.corpus import Pair, load_corpus
-from antiphon.training.data.translation_data import collate, encode_pairs, plan_batches
-from antiphon.training.pruning.head_choice import Choice, Each, Heads, Share
-from antiphon.training.pruning.head_importance import attentions, head_importance, mean_loss
+from antiphon.training.batches import IGNORED_LABEL
+from antiphon.training.corpus import Pair, load_corpus
 from antiphon.training.recipe import load_recipe
+from antiphon.training.translation import Batch, collate, encode_pairs, plan_batches
+from antiphon.transformer.layers import CrossAttention, SelfAttention
 from antiphon.transformer.transformer import Transformer
+
+Heads = Mapping[str, Sequence[int]]
+"""Heads of each attention module, by its name in the Transformer, in ascending order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Each:
+    """Keep num_heads heads in each attention module: its most important ones, or all if it has fewer."""
+
+    num_heads: int
+
+    def check(self, config: ModelConfig) -> None:
+        """Raise PruneError unless the model can be pruned like this."""
+        _check_kind(config)
+        most = max(_counts(config))
+        if not 1 <= self.num_heads < most:
+            raise PruneError(f"--heads is {self.num_heads}; it must be from 1 to {most - 1}, fewer than the model has")
+
+    def heads_to_keep(self, config: ModelConfig, importance: Mapping[str, Tensor]) -> dict[str, list[int]]:
+        """Return the kept heads. importance: [H] for each attention module. If two are equal, the first one is kept.
+
+        All layers of a stack share T5's relative bias, which has a column for each head. So the self-attention of all
+        layers keeps the same heads: those with the largest sum over the layers.
+        """
+        ranked = dict(importance)
+        if config.positions == "t5_relative":
+            for stack in ("encoder", "decoder"):
+                shared = [name for name in ranked if name.startswith(stack) and name.endswith("self_attention")]
+                total = torch.stack([importance[name] for name in shared]).sum(dim=0)
+                ranked.update(dict.fromkeys(shared, total))
+        return {
+            name: sorted(values.argsort(descending=True, stable=True)[: self.num_heads].tolist())
+            for name, values in ranked.items()
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Remove this share of all heads, rounded to whole heads: the least important ones of all modules together.
+
+    The importance of each module is divided by its l2 norm first (Michel et al. 2019, section 4.1, after Molchanov et
+    al. 2017): gradients of different layers have different scales, so that a layer of small ones would lose all heads.
+    Each module keeps at least its most important head, because no operator computes an attention without heads.
+    """
+
+    removed: float
+
+    def check(self, config: ModelConfig) -> None:
+        """Raise PruneError unless the model can be pruned like this."""
+        _check_kind(config)
+        if config.positions == "t5_relative":
+            raise PruneError(
+                "positions='t5_relative' cannot be pruned by --share: the layers of a stack share the bias of their "
+                "heads; give --heads"
+            )
+        total, num_modules = sum(_counts(config)), len(_counts(config))
+        removable = total - num_modules
+        if not 0 < self.removed < 1 or not 1 <= round(self.removed * total) <= removable:
+            raise PruneError(
+                f"--share is {self.removed:g}; it must be from 1/{total} to {removable}/{total} of the {total} heads: "
+                f"each of the {num_modules} attention modules keeps at least one"
+            )
+
+    def heads_to_keep(self, config: ModelConfig, importance: Mapping[str, Tensor]) -> dict[str, list[int]]:
+        """Return the kept heads. importance: [H] for each attention module. If two are equal, the first one is kept."""
+        scores = {
+            (name, head): score
+            for name, values in importance.items()
+            for head, score in enumerate((values / values.norm().clamp(min=1e-30)).tolist())
+        }
+        protected = {(name, int(values.argmax())) for name, values in importance.items()}
+        most_first = sorted((one for one in scores if one not in protected), key=scores.__getitem__, reverse=True)
+        kept = protected.union(most_first[: len(most_first) - round(self.removed * len(scores))])
+        return {
+            name: [head for head in range(len(values)) if (name, head) in kept] for name, values in importance.items()
+        }
+
+
+Choice = Each | Share
+
+
+def _check_kind(config: ModelConfig) -> None:
+    """Raise PruneError for models that cannot be pruned at all."""
+    if config.architecture != "encoder-decoder":
+        raise PruneError(f"architecture={config.architecture!r} cannot be pruned; only encoder-decoder models can")
+    if config.positions == "alibi":
+        raise PruneError(
+            "positions='alibi' cannot be pruned: the slopes of the kept heads would change with the number of heads"
+        )
+
+
+def _counts(config: ModelConfig) -> list[int]:
+    """Return the number of heads of each attention module of an encoder-decoder model."""
+    return [count for _, heads in config.resolved_module_heads for count in heads]
+
+
+Attention = SelfAttention | CrossAttention
+
+
+def attentions(model: Transformer) -> dict[str, Attention]:
+    """Return all attention modules by name, in the order of computation."""
+    return {
+        name: module for name, module in model.named_modules() if isinstance(module, SelfAttention | CrossAttention)
+    }
+
+
+@contextmanager
+def head_gates(model: Transformer, gates: Mapping[str, Tensor]) -> Iterator[None]:
+    """Multiply each head's output by its gate inside the context.
+
+    gates: for each attention module [H], or [B, H] with separate gates for each row.
+    """
+    with ExitStack() as hooks:
+        for name, attention in attentions(model).items():
+            if name in gates:
+                handle = attention.out.register_forward_pre_hook(partial(_gated, gates[name]))
+                hooks.callback(handle.remove)
+        yield
+
+
+def _gated(gate: Tensor, _: nn.Module, inputs: tuple[Tensor]) -> Tensor:
+    """Return the concatenated heads [B, T, H D] multiplied by their gates."""
+    (heads,) = inputs
+    per_head = heads.reshape(*heads.shape[:-1], gate.shape[-1], -1)  # [B, T, H, D]
+    gate = gate if gate.ndim == 1 else gate[:, None]
+    gated: Tensor = per_head * gate[..., None]
+    return gated.flatten(-2)
+
+
+def head_importance(model: Transformer, batches: Iterable[Batch]) -> dict[str, Tensor]:
+    """Return the importance [H] float32 of the heads of each attention module, over all rows of all batches.
+
+    Raises ValueError without batches.
+    """
+    num_heads = {name: attention.heads[0] for name, attention in attentions(model).items()}
+    totals = {name: torch.zeros(heads) for name, heads in num_heads.items()}
+    num_rows = 0
+    for batch in batches:
+        rows = batch.source.shape[0]
+        gates = {name: torch.ones(rows, heads, requires_grad=True) for name, heads in num_heads.items()}
+        with head_gates(model, gates):
+            total = sentence_losses(model, batch).sum()
+        # A row's loss depends only on the row's gates, so one backward pass gives the gradients of all rows.
+        gradients = torch.autograd.grad(total, list(gates.values()))
+        for name, gradient in zip(gates, gradients, strict=True):
+            totals[name] += gradient.abs().sum(dim=0)
+        num_rows += rows
+    if not num_rows:
+        raise ValueError("importance needs at least one batch")
+    return {name: total / num_rows for name, total in totals.items()}
+
+
+@torch.no_grad()
+def mean_loss(model: Transformer, batches: Iterable[Batch]) -> float:
+    """Return the mean of sentence_losses over all rows of all batches, in nats a token."""
+    return float(torch.cat([sentence_losses(model, batch) for batch in batches]).mean())
+
+
+def sentence_losses(model: Transformer, batch: Batch) -> Tensor:
+    """Return the cross entropy of each row, [B], in nats a token; the end token counts."""
+    logits = model(batch.source, batch.inputs, batch.source_lens)  # [B, T, V]
+    losses = functional.cross_entropy(
+        logits.transpose(1, 2), batch.labels, ignore_index=IGNORED_LABEL, reduction="none"
+    )
+    return losses.sum(dim=1) / (batch.labels != IGNORED_LABEL).sum(dim=1)
+
 
 _BATCH_TOKENS = 2048
 _SEED = 0

@@ -6,28 +6,96 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from antiphon.architecture.config import ModelConfig
 from antiphon.architecture.heads import HeadConfig, Task
 from antiphon.errors import CheckpointError, RecipeError
 from antiphon.ops.attention import Backend
 from antiphon.text import word_piece
+from antiphon.text.format import TextFormat
 from antiphon.text.template import fill
 from antiphon.text.tokenizer import MASK_TOKEN, Tokenizer, encoder_format
-from antiphon.training.data.encoder_data import EncoderBatch, EncoderExample, collate
-from antiphon.training.data.masking import Masking
-from antiphon.training.data.pretrain_examples import PretrainExamples
-from antiphon.training.data.sentence_pairs import SentencePair, sentence_pairs
-from antiphon.training.data.sentence_runs import SentenceRun, sentence_runs
-from antiphon.training.data.text_files import Part, is_held_out, read_documents, read_texts
-from antiphon.training.data.token_documents import TokenDocuments
-from antiphon.training.data.translation_data import plan_lengths
-from antiphon.training.recipe import PretrainRecipe
-from antiphon.training.tasks.encoder_loss import EncoderLoss, label_accuracy
-from antiphon.training.tasks.training_task import RunFolders, TransformerTask, run_tokenizer
+from antiphon.training.batches import IGNORED_LABEL, EncoderBatch, EncoderExample, collate, plan_lengths
+from antiphon.training.corpus import Part, is_held_out, read_documents, read_texts
+from antiphon.training.losses import EncoderLoss, label_accuracy
+from antiphon.training.passages import SentencePair, SentenceRun, TokenDocuments, sentence_pairs, sentence_runs
+from antiphon.training.recipe import MaskingConfig, PretrainRecipe
+from antiphon.training.task import RunFolders, TransformerTask, run_tokenizer
 from antiphon.transformer.neighbour_start import start_at_neighbours
 from antiphon.transformer.transformer import Transformer
+
+
+class Masking:
+    """The 80/10/10 rule for one vocabulary. Special tokens are never predicted and never used as replacement."""
+
+    def __init__(self, config: MaskingConfig, *, vocab_size: int, special_ids: Iterable[int], mask_id: int) -> None:
+        self.config = config
+        self.mask_id = mask_id
+        self.is_ordinary = torch.ones(vocab_size, dtype=torch.bool)
+        self.is_ordinary[list(special_ids)] = False
+        self.ordinary_ids = self.is_ordinary.nonzero().flatten()
+
+    def apply(self, ids: Tensor, seed: int) -> tuple[Tensor, Tensor]:
+        """Return inputs and labels, both [B, S] int64, of padded texts ids [B, S] int64; the seed decides all choices.
+
+        In a row with n ordinary tokens round(rate n) of them are predicted, at least one if n > 0. Labels have their
+        ids, and IGNORED_LABEL elsewhere. Inputs differ from ids only at predicted tokens.
+        """
+        chance = torch.Generator().manual_seed(seed)
+        chosen = self._choose(self.is_ordinary[ids], chance)
+        draw = torch.rand(ids.shape, generator=chance)
+        drawn = self.ordinary_ids[torch.randint(len(self.ordinary_ids), ids.shape, generator=chance)]
+        config = self.config
+        is_masked = chosen & (draw < config.masked)
+        is_random = chosen & (draw >= config.masked) & (draw < config.masked + config.random)
+        inputs = ids.masked_fill(is_masked, self.mask_id).where(~is_random, drawn)
+        return inputs, ids.where(chosen, IGNORED_LABEL)
+
+    def _choose(self, ordinary: Tensor, chance: torch.Generator) -> Tensor:
+        """Return a mask [B, S] bool of the predicted tokens, a random choice from the ordinary ones."""
+        counts = ordinary.sum(dim=1)
+        num_predicted = (counts * self.config.rate).round().long().clamp(min=1).minimum(counts)
+        order = torch.rand(ordinary.shape, generator=chance).masked_fill(~ordinary, 2.0).argsort(dim=1)
+        rank = torch.empty_like(order).scatter_(1, order, torch.arange(order.shape[1]).expand_as(order))
+        return rank < num_predicted[:, None]
+
+
+IS_NEXT, NOT_NEXT = 0, 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PretrainExamples:
+    """Single texts, then passages of documents. Pairs need a text format with pair_template."""
+
+    texts: Sequence[EncoderExample]
+    passages: Sequence[SentencePair] | Sequence[SentenceRun]
+    documents: TokenDocuments
+    text: TextFormat
+
+    def __len__(self) -> int:
+        return len(self.texts) + len(self.passages)
+
+    def __getitem__(self, index: int) -> EncoderExample:
+        if index < len(self.texts):
+            return self.texts[index]
+        passage = self.passages[index - len(self.texts)]
+        ids, type_ids = fill(self.text, *passage.tokens(self.documents))
+        if isinstance(passage, SentenceRun):
+            return EncoderExample(ids=ids, type_ids=type_ids, labels={})
+        label = IS_NEXT if passage.is_next else NOT_NEXT
+        return EncoderExample(ids=ids, type_ids=type_ids, labels={"next_sentence": label})
+
+    @property
+    def lengths(self) -> list[int]:
+        """Number of tokens of each example, with special tokens."""
+        lengths = [len(example.ids) for example in self.texts]
+        for passage in self.passages:
+            is_run = isinstance(passage, SentenceRun)
+            around = len(self.text.template) - 1 if is_run else len(self.text.pair_template or ()) - 2
+            lengths.append(len(passage) + around)
+        return lengths
+
 
 # Texts and documents of 1,000 that are held out for validation, and as many again for the final scores.
 HELD_OUT_PER_MILLE = 10

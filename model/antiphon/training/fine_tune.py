@@ -5,8 +5,11 @@ Devlin et al. 2019, sections 3.2 and 5.3. Encoder and head are trained, or only 
 
 from __future__ import annotations
 
+import hashlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -17,24 +20,40 @@ from antiphon.bundle.manifest import Provenance
 from antiphon.errors import CheckpointError, RecipeError
 from antiphon.ops.attention import Backend
 from antiphon.text.template import fill, num_before
-from antiphon.training.data.encoder_data import EncoderBatch, EncoderExample, collate
-from antiphon.training.data.few_examples import few_examples
-from antiphon.training.data.text_files import (
-    Labelled,
-    Part,
-    Parts,
-    Tagged,
-    read_labelled,
-    read_parts,
-    read_tagged,
-)
-from antiphon.training.data.translation_data import IGNORED_LABEL, plan_lengths
-from antiphon.training.data.word_tags import OUTSIDE, first_tags, inside, token_tags, words_of_tokens
+from antiphon.training.batches import IGNORED_LABEL, EncoderBatch, EncoderExample, collate, plan_lengths
+from antiphon.training.corpus import Labelled, Part, Parts, Tagged, read_labelled, read_parts, read_tagged
+from antiphon.training.losses import EncoderLoss, label_accuracy
 from antiphon.training.recipe import FineTuneRecipe
-from antiphon.training.tasks.encoder_loss import EncoderLoss, label_accuracy
-from antiphon.training.tasks.span_f1 import span_score
-from antiphon.training.tasks.training_task import RunFolders, provenance_of, run_tokenizer
+from antiphon.training.scores import OUTSIDE, first_tags, inside, span_score, token_tags, words_of_tokens
+from antiphon.training.task import RunFolders, provenance_of, run_tokenizer
 from antiphon.transformer.transformer import Transformer
+
+Item = TypeVar("Item", bound=Labelled | Tagged)
+
+
+def few_examples(items: Sequence[Item], count: int, seed: int) -> list[Item]:
+    """Return at most `count` of the items in their order; seed and text decide which.
+
+    Labels of texts take turns, so that their numbers differ by at most one as long as each label has enough texts.
+    Sentences with tags are drawn without regard to their tags. A smaller count gives a part of a larger one.
+    """
+    order = sorted(range(len(items)), key=lambda index: _draw(items[index].text, seed))
+    taken: Counter[str] = Counter()
+    turns = []
+    for index in order:
+        label = _label(items[index])
+        turns.append(taken[label])
+        taken[label] += 1
+    by_turn = [index for _, index in sorted(zip(turns, order, strict=True), key=lambda pair: pair[0])]
+    return [items[index] for index in sorted(by_turn[:count])]
+
+
+def _label(item: Labelled | Tagged) -> str:
+    return item.label if isinstance(item, Labelled) else ""
+
+
+def _draw(text: str, seed: int) -> bytes:
+    return hashlib.sha256(f"{seed}|{text}".encode()).digest()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

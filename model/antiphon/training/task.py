@@ -1,10 +1,11 @@
-"""Interface of a training task for the loop in train.py: model, batches, losses and scores.
+"""Training tasks: what the loop in trainer.py needs of a recipe's model, batches, losses and scores.
 
-The tasks are in translation_task.py, pretrain_task.py, fine_tune_task.py and language_model_task.py.
+The tasks are in translation.py, masked_model.py, distill.py, fine_tune.py and language_model.py.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,10 +21,48 @@ from antiphon.checkpoints.checkpoint import Checkpoint, Shape
 from antiphon.ops.attention import Backend
 from antiphon.text.format import TextFormat
 from antiphon.text.tokenizer import Tokenizer, open_tokenizer
-from antiphon.training.data.text_files import Part
-from antiphon.training.group import Group
+from antiphon.training.corpus import Part
 from antiphon.training.recipe import AnyRecipe
 from antiphon.transformer.transformer import Transformer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """Rank, size and device of this process in its group; without torchrun a group of one."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    @classmethod
+    def join(cls) -> Group:
+        """Join the group of torchrun's environment variables, or a group of one without them."""
+        size = int(os.environ.get("WORLD_SIZE", "1"))
+        cuda = torch.cuda.is_available()
+        local = int(os.environ.get("LOCAL_RANK", "0"))
+        device = torch.device("cuda", local) if cuda else torch.device("cpu")
+        if size > 1:
+            torch.distributed.init_process_group("nccl" if cuda else "gloo")
+        return cls(rank=int(os.environ.get("RANK", "0")), size=size, device=device)
+
+    @property
+    def computes_bf16(self) -> bool:
+        """True if the device multiplies bfloat16 matrices in hardware. Without it they take longer than in float32."""
+        if self.device.type == "cuda":
+            return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+        found = torch.cpu.get_capabilities()
+        return found["architecture"] != "x86_64" or bool(found["avx512_bf16"] or found["amx_bf16"])
+
+    def sum(self, value: Tensor) -> Tensor:
+        """Sum a tensor over the group, in place, and return it."""
+        if self.size > 1:
+            torch.distributed.all_reduce(value)
+        return value
+
+    def wait(self) -> None:
+        """Wait until all processes of the group have called this method."""
+        if self.size > 1:
+            torch.distributed.barrier()
 
 
 class AnyBatch(Protocol):

@@ -1,18 +1,59 @@
-"""Next-sentence pairs from documents; half of them have a second part from another document.
+"""Documents as token ids, and the passages of them that an encoder reads: next-sentence pairs, or runs of sentences.
 
-Devlin et al. 2019, appendix A.2. Two choices differ from BERT's tools, so that neither the length nor the kind of
-document tells which pairs are random: the random part is as long as the real continuation would be, and it begins at a
-random sentence of all other documents, not at one of a random document. Works on token ids only.
+Half of the pairs have a second part from another document (Devlin et al. 2019, appendix A.2). Two choices differ from
+BERT's tools, so that neither the length nor the kind of document tells which pairs are random: the random part is as
+long as the real continuation would be, and it begins at a random sentence of all other documents, not at one of a
+random document. Runs are the "doc-sentences" of Liu et al. 2019, section 4.2.
 """
 
 from __future__ import annotations
 
 import random
-from bisect import bisect_left
-from collections.abc import Sequence
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from antiphon.training.data.token_documents import TokenDocuments
+
+class TokenDocuments:
+    """Token ids of all sentences of all documents, in their order.
+
+    tokens: int32 ids. sentence_starts, document_starts: index of the first token of each sentence, and of the first
+    sentence of each document; both end with one more entry, the total number.
+    """
+
+    def __init__(self, documents: Iterable[Sequence[Sequence[int]]] = ()) -> None:
+        self.tokens = array("i")
+        self.sentence_starts = array("q", [0])
+        self.document_starts = array("q", [0])
+        for document in documents:
+            self.append(document)
+
+    def __len__(self) -> int:
+        return len(self.document_starts) - 1
+
+    @property
+    def num_sentences(self) -> int:
+        """Number of sentences of all documents."""
+        return len(self.sentence_starts) - 1
+
+    def append(self, document: Iterable[Sequence[int]]) -> None:
+        """Add a document; sentences without tokens are left out, and so is a document without sentences."""
+        for sentence in document:
+            if sentence:
+                self.tokens.extend(sentence)
+                self.sentence_starts.append(len(self.tokens))
+        if self.num_sentences > self.document_starts[-1]:
+            self.document_starts.append(self.num_sentences)
+
+    def sentences_of(self, document: int) -> range:
+        """Return the indices of a document's sentences."""
+        return range(self.document_starts[document], self.document_starts[document + 1])
+
+    def document_of(self, sentence: int) -> int:
+        """Return the document of a sentence."""
+        return bisect_right(self.document_starts, sentence) - 1
+
 
 SHORT_SHARE = 0.1  # share of shorter pairs, because texts of later tasks are short (appendix A.2)
 
@@ -103,3 +144,39 @@ def _truncated(
         else:
             spans[longer][1] -= 1
     return spans[0][0], spans[0][1], spans[1][0], spans[1][1]
+
+
+@dataclass(frozen=True, slots=True)
+class SentenceRun:
+    """Whole consecutive sentences, or the beginning of a sentence that is too long: token indices [start, end)."""
+
+    start: int
+    end: int
+
+    def __len__(self) -> int:
+        return self.end - self.start
+
+    def tokens(self, documents: TokenDocuments) -> tuple[Sequence[int]]:
+        """Return the token ids as the only part."""
+        return (documents.tokens[self.start : self.end],)
+
+
+def sentence_runs(documents: TokenDocuments, max_tokens: int) -> list[SentenceRun]:
+    """Return runs of at most max_tokens tokens, from one pass through every document.
+
+    A run has as many sentences as fit. A longer sentence is a run alone, without its end.
+    Raises ValueError for max_tokens below 1.
+    """
+    if max_tokens < 1:
+        raise ValueError(f"max_tokens={max_tokens} must be at least 1")
+    starts = documents.sentence_starts
+    runs = []
+    for index in range(len(documents)):
+        sentences = documents.sentences_of(index)
+        first = sentences.start
+        while first < sentences.stop:
+            fitting = bisect_right(starts, starts[first] + max_tokens, first, sentences.stop + 1) - 1
+            after = max(fitting, first + 1)
+            runs.append(SentenceRun(starts[first], min(starts[after], starts[first] + max_tokens)))
+            first = after
+    return runs

@@ -1,1 +1,0 @@
-"""Training data: sentence pairs, labelled texts, and batches of tensors."""
