@@ -1,29 +1,37 @@
-"""`antiphon lab`: run experiments, resume them, and write their reports."""
+"""`antiphon lab` and `antiphon compare`: run experiments, resume them, and write their reports."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from antiphon.client import ServerError
 from antiphon.errors import ModelError, RecipeError
-from antiphon.lab.experiment import Experiment, run_trials
-from antiphon.lab.registry import EXPERIMENTS
+from antiphon.lab.experiment import Experiment, Setting, parse_scale, run_trials
+from antiphon.lab.experiments.ablations import ABLATIONS, DEPTH
+from antiphon.lab.experiments.complexity import COMPLEXITY
+from antiphon.lab.experiments.decoding import DECODING
+from antiphon.lab.experiments.encoders import COMPARE, TRANSFER
+from antiphon.lab.experiments.heads import HEADS
+from antiphon.lab.experiments.length import LENGTH
+from antiphon.lab.experiments.sequences import ALGORITHMIC, SCAN
 from antiphon.lab.report import write_report
-from antiphon.lab.setting import Setting, parse_scale
+
+_EXPERIMENTS = (ABLATIONS, DEPTH, LENGTH, SCAN, ALGORITHMIC, COMPLEXITY, DECODING, HEADS, COMPARE, TRANSFER)
+
+EXPERIMENTS: dict[str, Experiment] = {experiment.name: experiment for experiment in _EXPERIMENTS}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument("names", nargs="+", metavar="NAME", help=f"experiments: {', '.join(EXPERIMENTS)}, or all")
-    add_options(parser)
+    _add_options(parser)
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declare the options, which are the same for every experiment."""
+def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", type=Path, help="folder of public data, as for `antiphon train`")
     parser.add_argument(
         "--output", type=Path, default=Path("runs/lab"), help="folder of runs and reports (default: %(default)s)"
@@ -39,11 +47,29 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run experiments; return 0, 2 after an error with one line on standard error, 130 after an interrupt."""
-    return run_named(args.names, args)
+    return _run_named(args.names, args)
 
 
-def run_named(names: list[str], args: argparse.Namespace) -> int:
-    """Run the experiments with these names, see `run`."""
+@dataclass(frozen=True, slots=True)
+class ExperimentCommand:
+    """Command that runs one experiment, with the options and exit codes of `antiphon lab`."""
+
+    experiment: Experiment
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Declare the command's arguments."""
+        _add_options(parser)
+
+    def run(self, args: argparse.Namespace) -> int:
+        """Run the experiment; return the exit code of `antiphon lab NAME`."""
+        return _run_named([self.experiment.name], args)
+
+
+COMPARE_COMMAND = ExperimentCommand(COMPARE)
+"""`antiphon compare`: kinds of encoders beside each other."""
+
+
+def _run_named(names: list[str], args: argparse.Namespace) -> int:
     try:
         setting = _setting(args)
         for experiment in _chosen(names):

@@ -1,4 +1,4 @@
-"""Experiment: question, trials, measurements, picture and claims; and the parallel run of its trials."""
+"""Experiment: setting, question, trials, measurements, picture and claims; and the parallel run of its trials."""
 
 from __future__ import annotations
 
@@ -13,8 +13,62 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from antiphon.lab.setting import Setting
-from antiphon.lab.trial import Figures, Result, Trial, run_trial
+from antiphon.errors import RecipeError
+from antiphon.lab.trial import Figures, Folders, Result, Trial, run_trial
+
+TOY = "toy"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """Size, seeds and folders that all experiments of one run share.
+
+    data: folder of the public data; None: only experiments that write their data themselves, or toy size.
+    output: folder of runs, results and reports.
+    scale: factor on training steps; None: toy size, with artificial data and a few steps.
+    """
+
+    data: Path | None
+    output: Path
+    scale: float | None = 1.0
+    seeds: tuple[int, ...] = (1, 2, 3)
+
+    @property
+    def is_toy(self) -> bool:
+        """True at toy size, which shows that an experiment works, and no result."""
+        return self.scale is None
+
+    def steps(self, full: int) -> int:
+        """Return the number of training steps of a run that has `full` of them at scale 1; 12 at toy size."""
+        return 12 if self.scale is None else max(1, round(full * self.scale))
+
+    def folders(self, experiment: str) -> Folders:
+        """Return the folders of an experiment."""
+        return Folders(runs=self.output / "runs", results=self.output / experiment)
+
+    @property
+    def made_data(self) -> Path:
+        """Folder of the data that experiments write."""
+        return self.output / "data"
+
+    def public_data(self) -> Path:
+        """Return the folder of the public data. Raises RecipeError without one."""
+        if self.data is None:
+            raise RecipeError("--data is missing; this experiment needs the folder of public data, except at toy size")
+        return self.data
+
+
+def parse_scale(text: str) -> float | None:
+    """Return the factor of --scale, None for toy. Raises RecipeError naming the flag and its range."""
+    if text == TOY:
+        return None
+    try:
+        scale = float(text)
+    except ValueError:
+        scale = 0.0
+    if not 0.01 <= scale <= 1000:
+        raise RecipeError(f"--scale is {text!r}; it must be toy, or a number from 0.01 to 1000")
+    return scale
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,27 +110,27 @@ class Results:
         spread = f" ± {self.deviation(name, figure):{form}}" if len(values) > 1 else ""
         return f"{self.mean(name, figure):{form}}{spread}"
 
-    def is_above(self, one: str, other: str, figure: str) -> bool | None:
+    def is_above(self, name: str, reference: str, figure: str) -> bool | None:
         """Return whether a figure of one setting is above that of another.
 
         None within one standard deviation, or if a setting has no value.
         """
-        distance = self.mean(one, figure) - self.mean(other, figure)
-        noise = max(self.deviation(one, figure), self.deviation(other, figure))
+        distance = self.mean(name, figure) - self.mean(reference, figure)
+        noise = max(self.deviation(name, figure), self.deviation(reference, figure))
         return distance > 0 if abs(distance) > noise else None  # a comparison with NaN is false
 
     def has_diverged(self, name: str) -> bool:
         """Return whether all runs of a setting diverged."""
         return all(result.diverged is not None for result in self.trials[name])
 
-    def is_better(self, one: str, other: str, figure: str, *, lower: bool = False) -> bool | None:
+    def is_better(self, name: str, reference: str, figure: str, *, lower: bool = False) -> bool | None:
         """Return whether one setting is better than another; a setting that diverged is worse than one that did not.
 
         lower: less of the figure is better. None as for is_above.
         """
-        if self.has_diverged(one) != self.has_diverged(other):
-            return self.has_diverged(other)
-        return self.is_above(other, one, figure) if lower else self.is_above(one, other, figure)
+        if self.has_diverged(name) != self.has_diverged(reference):
+            return self.has_diverged(reference)
+        return self.is_above(reference, name, figure) if lower else self.is_above(name, reference, figure)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

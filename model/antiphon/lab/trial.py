@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 import time
 from collections.abc import Callable
@@ -14,12 +15,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from antiphon.bundle.machine import processor_name
 from antiphon.checkpoints.checkpoint import load_checkpoint
 from antiphon.errors import TrainingDiverged
-from antiphon.lab.machine import machine
-from antiphon.training.recipe import DataConfig, FineTuneRecipe, PretrainRecipe, Recipe
-from antiphon.training.task import Group, RunFolders, TrainingTask
+from antiphon.training.task import Group
+from antiphon.training.recipe import FineTuneRecipe, PretrainRecipe, Recipe
+from antiphon.training.recipe import DataConfig
+from antiphon.training.task import (RunFolders, TrainingTask)
 from antiphon.training.trainer import Trainer, open_task
+
+
+def machine() -> str:
+    """Return processor, number of cores, version of torch, and whether products in bfloat16 are computed as such."""
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{processor_name()}, {os.cpu_count()} cores"
+    return f"{name}, torch {torch.__version__}, bfloat16 {'in hardware' if Group.join().computes_bf16 else 'off'}"
+
 
 Figures = dict[str, Any]
 """Measured values by name, as JSON can hold them."""
@@ -130,8 +142,7 @@ def train(trial: Trial, run: Path) -> dict[str, Any]:
             diverged = str(error)
         _write(path, {"train_s": time.monotonic() - started_s, "diverged": diverged, "machine": machine()})
         shutil.rmtree(run / "checkpoints", ignore_errors=True)  # a finished run needs only its averaged weights
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return found
+    return dict(json.loads(path.read_text(encoding="utf-8")))
 
 
 def _write(path: Path, described: Figures) -> None:

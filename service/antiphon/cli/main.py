@@ -201,7 +201,8 @@ writes to DATA/CORPUS; packages are pinned by version and hash, and the same pac
 after an interruption, the same command resumes; finished runs are read from their folders""",
     ),
     "compare": Subcommand(
-        module="antiphon.lab.compare_command",
+        module="antiphon.lab.command",
+        command="COMPARE_COMMAND",
         extra="server,train",
         summary="train and serve five kinds of encoders at one budget",
         examples="""\

@@ -5,10 +5,9 @@ from pathlib import Path
 
 import torch
 
-from antiphon.lab.data.algorithms import VOCAB_SIZE, Algorithm, Sizes, algorithm_dataset
-from antiphon.lab.data.datasets import Dataset
-from antiphon.lab.recurrent.config import RecurrentConfig
-from antiphon.lab.recurrent.lstm import RecurrentModel
+from antiphon.lab.datasets import ALGORITHM_VOCAB_SIZE, Algorithm, Dataset, Sizes, algorithm_dataset
+from antiphon.lab.recurrent import RecurrentConfig, RecurrentModel
+from antiphon.training.task import Group
 from antiphon.training.recipe import Recipe
 from antiphon.training.task import Group
 
@@ -46,5 +45,11 @@ def small_recipe(folder: Path, **train: object) -> Recipe:
         max_source_len=SIZES.longest_tokens, max_target_len=SIZES.longest_tokens,
     )  # fmt: skip
     return Recipe.model_validate(
-        dict(name="copy", vocab_size=VOCAB_SIZE, data=made_dataset(folder).data, model=model, train=settings | train)
+        dict(
+            name="copy",
+            vocab_size=ALGORITHM_VOCAB_SIZE,
+            data=made_dataset(folder).data,
+            model=model,
+            train=settings | train,
+        )
     )

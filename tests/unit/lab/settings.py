@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from antiphon.lab.experiment import Setting
 from antiphon.lab.experiments.ablations import trials_of
-from antiphon.lab.setting import Setting
 from antiphon.lab.trial import Trial
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from antiphon.lab.data.algorithms import ALGORITHMS, Algorithm, Sizes, algorithm_dataset
+from antiphon.lab.datasets import ALGORITHMS, Algorithm, Sizes, algorithm_dataset
 from antiphon.text.tokenizer import Tokenizer
 from antiphon.training.corpus import Pair, load_corpus
 from tests.unit.lab.recurrent_models import SIZES, made_dataset

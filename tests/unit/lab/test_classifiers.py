@@ -10,9 +10,8 @@ import torch
 
 from antiphon.bundle.manifest import load_bundle
 from antiphon.checkpoints.checkpoint import load_checkpoint
-from antiphon.lab.measures.classifiers import GRAPH, PRECISION, SERVED, PlainClassifier, classifier_costs
-from antiphon.lab.measures.fine_tuned import fine_tune
-from antiphon.lab.measures.served import classify_all, serving
+from antiphon.lab.accuracy import fine_tune
+from antiphon.lab.served import GRAPH, PRECISION, SERVED, PlainClassifier, classifier_costs, classify_all, serving
 from tests.encoder_recipes import VERBS, command, fine_tune_recipe, pretrained
 
 

@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from antiphon.lab.measures.distances import gradient_by_distance
-from antiphon.lab.recurrent.lstm import RecurrentModel
-from antiphon.lab.recurrent.recurrent_task import RecurrentTask
+from antiphon.lab.recurrent import RecurrentModel, RecurrentTask
+from antiphon.lab.sequence_models import gradient_by_distance
+from antiphon.training.translation import (Batch, Example, collate)
 from antiphon.training.task import RunFolders
-from antiphon.training.translation import Batch, Example, TranslationTask, collate
+from antiphon.training.translation import TranslationTask
 from antiphon.transformer.transformer import Transformer
 from tests.unit.lab.recurrent_models import ALONE, SHAPE, small_recipe
 

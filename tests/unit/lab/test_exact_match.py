@@ -2,7 +2,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from antiphon.lab.measures.exact_match import Count, exact_match
+from antiphon.lab.accuracy import exact_match, share_correct
 from antiphon.text.tokenizer import Tokenizer
 
 PAIRS = [("a", "a"), ("a b", "a b"), ("b a", "a b"), ("a b c", "a b c"), ("c", "c")]
@@ -19,18 +19,15 @@ def test_exact_match_counts_by_target_length() -> None:
         return [list(source[:-1])[:max_new_tokens] for source in sources]
 
     found = exact_match(copying, tokenizer(), PAIRS, batch_rows=2)
-    assert found.by_target_len == {
-        1: Count(total=2, correct=2), 2: Count(total=2, correct=1), 3: Count(total=1, correct=1),
-    }  # fmt: skip
-    assert found.overall == Count(total=5, correct=4)
-    assert found.overall.accuracy == 0.8
+    assert found == {1: [True, True], 2: [True, False], 3: [True]}
+    assert share_correct(found) == 0.8
 
 
 def test_output_that_does_not_end_is_wrong() -> None:
     def endless(sources: Sequence[Sequence[int]], max_new_tokens: int) -> list[list[int]]:
         return [(list(source[:-1]) * 100)[:max_new_tokens] for source in sources]
 
-    assert exact_match(endless, tokenizer(), PAIRS).overall.correct == 0
+    assert share_correct(exact_match(endless, tokenizer(), PAIRS)) == 0
 
 
 def test_no_pairs_are_refused() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from antiphon.cli.main import main
-from antiphon.lab.registry import EXPERIMENTS
+from antiphon.lab.command import EXPERIMENTS
 from tests.unit.lab.settings import toy_setting
 
 

@@ -5,9 +5,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from antiphon.lab.recurrent.config import RecurrentConfig
-from antiphon.lab.recurrent.greedy import recurrent_greedy
-from antiphon.lab.recurrent.lstm import RecurrentModel
+from antiphon.lab.recurrent import RecurrentConfig, RecurrentModel, recurrent_greedy
 from tests.unit.lab.recurrent_models import random_ids, small_lstm
 
 torch.set_num_threads(1)  # arrays this small are slower with several threads

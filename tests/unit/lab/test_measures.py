@@ -13,11 +13,9 @@ from antiphon.architecture.config import Positions
 from antiphon.checkpoints.checkpoint import Checkpoint, load_checkpoint
 from antiphon.checkpoints.lengths import with_lengths
 from antiphon.errors import CheckpointError
+from antiphon.lab.accuracy import bleu_of, forced, translations
+from antiphon.lab.costs import crossing, growth, median_seconds
 from antiphon.lab.experiments.decoding import recomputed
-from antiphon.lab.measures.growth import crossing, growth
-from antiphon.lab.measures.teacher_forced import forced
-from antiphon.lab.measures.translations import bleu_of, translations
-from antiphon.lab.times import median_seconds
 from antiphon.lab.trial import train
 from antiphon.text.tokenizer import Tokenizer, byte_bpe_format
 from antiphon.training.corpus import load_corpus

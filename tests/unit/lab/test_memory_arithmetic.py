@@ -16,11 +16,17 @@ from antiphon.bundle.manifest import Bundle, Manifest, load_bundle
 from antiphon.errors import UncoveredModelError
 from antiphon.export.export import write_graphs
 from antiphon.lab.memory import measurement
-from antiphon.lab.memory.arithmetic import padding, training
-from antiphon.lab.memory.inference import native, native_weights, translation
-from antiphon.lab.memory.lengths import crossings, lecture_rows, longest, with_length
-from antiphon.lab.memory.sublayers import LOSS_ROWS
-from antiphon.lab.memory.terms import Case, LabBackend, Prediction, num_parameters
+from antiphon.lab.memory.arithmetic import LOSS_ROWS, native, native_weights, padding, training, translation
+from antiphon.lab.memory.terms import (
+    Case,
+    LabBackend,
+    Prediction,
+    crossings,
+    lecture_rows,
+    longest,
+    num_parameters,
+    with_length,
+)
 from antiphon.text.format import TextFormat
 from antiphon.training.losses import ROWS, padding_of
 from antiphon.training.task import Group

@@ -8,8 +8,9 @@ import torch
 
 from antiphon.checkpoints.checkpoint import load_weights, read_tensors
 from antiphon.errors import CheckpointError, RecipeError
-from antiphon.lab.recurrent.recurrent_task import OpenRecurrent, RecurrentTask, load_recurrent
+from antiphon.lab.recurrent import OpenRecurrent, RecurrentTask, load_recurrent
 from antiphon.training.task import RunFolders
+from antiphon.training.translation import TranslationTask
 from antiphon.training.trainer import Trainer
 from antiphon.training.translation import TranslationTask
 from tests.unit.lab.recurrent_models import ALONE, SHAPE, small_recipe
@@ -60,11 +61,11 @@ def test_training_lowers_the_loss_and_its_checkpoint_is_read_back(tmp_path: Path
     averaged = trainer.run()
     assert averaged is not None
     assert trainer.validate() < before - 0.5
-    loaded = load_recurrent(averaged)
-    assert loaded.config == trainer.task.config
-    assert not loaded.model.training
+    model = load_recurrent(averaged)
+    assert model.config == trainer.task.config
+    assert not model.training
     for name, tensor in trainer.model.state_dict().items():
-        assert torch.equal(tensor, loaded.model.state_dict()[name]), name
+        assert torch.equal(tensor, model.state_dict()[name]), name
 
 
 def test_damaged_checkpoint_is_refused_by_name(tmp_path: Path) -> None:

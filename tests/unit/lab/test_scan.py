@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from antiphon.errors import RecipeError
-from antiphon.lab.data.scan import SPLITS, Split, scan_dataset
+from antiphon.lab.scan import SPLITS, Split, scan_dataset
 from antiphon.text.tokenizer import Tokenizer
 from antiphon.training.corpus import load_corpus
 

@@ -9,11 +9,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from antiphon.lab import sequence_models
 from antiphon.lab.experiments.sequences import trials_on
-from antiphon.lab.measures import training_steps
-from antiphon.lab.measures.sequence_models import SequenceModel, load_sequence_model
-from antiphon.lab.measures.speeds import DECODING, TRAINING, produced_tokens, speeds
-from antiphon.lab.recurrent.sequence_recipes import LSTM, OPEN_TASKS
+from antiphon.lab.sequence_models import (
+    DECODING,
+    LSTM,
+    OPEN_TASKS,
+    TRAINING,
+    SequenceModel,
+    load_sequence_model,
+    produced_tokens,
+    speeds,
+)
 from antiphon.lab.trial import Trial, train
 from antiphon.training.trainer import Trainer
 from tests.unit.lab.recurrent_models import ALONE, SIZES, made_dataset
@@ -97,10 +104,10 @@ def test_speeds_decode_the_given_weights_before_training_changes_them(trained: T
 
 
 def test_steps_reduce_the_loss_of_every_model() -> None:
-    batch = training_steps.random_batch(8)
-    for make in training_steps.LOSSES.values():
+    batch = sequence_models.random_batch(8)
+    for make in sequence_models.LOSSES.values():
         torch.manual_seed(1)
-        update = training_steps.WeightUpdate(make(8).train(), batch)
+        update = sequence_models.WeightUpdate(make(8).train(), batch)
         before = update.loss(batch, 0.0).item()
         for _ in range(5):
             update.run()
@@ -111,8 +118,8 @@ def test_memory_of_the_lstm_has_a_vector_for_each_pair_of_tokens() -> None:
     """Additive attention keeps tanh(W s + U h), of the model's width, for each target and source token."""
     width, shorter, longer = int(str(LSTM["d_model"])), 64, 128
     peaks = [
-        training_steps.peak_bytes(
-            training_steps.WeightUpdate(training_steps.recurrent_loss(length), training_steps.random_batch(length))
+        sequence_models.step_peak_bytes(
+            sequence_models.WeightUpdate(sequence_models.recurrent_loss(length), sequence_models.random_batch(length))
         )
         for length in (shorter, longer)
     ]
@@ -120,6 +127,6 @@ def test_memory_of_the_lstm_has_a_vector_for_each_pair_of_tokens() -> None:
 
 
 def test_costs_have_every_figure_of_every_model() -> None:
-    found = training_steps.costs(4, num_runs=1)
-    assert found.keys() == {f"{name}, {unit}" for name in training_steps.LOSSES for unit in ("MB", "ms")}
+    found = sequence_models.step_costs(4, num_runs=1)
+    assert found.keys() == {f"{name}, {unit}" for name in sequence_models.LOSSES for unit in ("MB", "ms")}
     assert all(value > 0 for value in found.values())

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from antiphon.lab.experiments.transfer import COUNTS, TASKS, TRANSFER
-from antiphon.lab.setting import Setting
+from antiphon.lab.experiment import Setting
+from antiphon.lab.experiments.encoders import COUNTS, TRANSFER, TRANSFER_TASKS
 from antiphon.training.recipe import load_any_recipe
 
 
 def test_rows_of_a_seed_share_one_encoder_of_bert_small(tmp_path: Path) -> None:
     trials = TRANSFER.trials(Setting(data=tmp_path, output=tmp_path, seeds=(1, 2)))
-    assert len(trials) == 2 * len(TASKS) * len(COUNTS)
+    assert len(trials) == 2 * len(TRANSFER_TASKS) * len(COUNTS)
     assert len({trial.key for trial in trials}) == 2
     assert all(trial.recipe == load_any_recipe("bert-small") for trial in trials if trial.seed == 1)
     assert {trial.data for trial in trials} == {tmp_path}

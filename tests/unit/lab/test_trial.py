@@ -17,10 +17,9 @@ import torch
 
 from antiphon.checkpoints.checkpoint import load_checkpoint
 from antiphon.lab import trial as trials
-from antiphon.lab.experiment import Experiment, run_trials
+from antiphon.lab.experiment import Experiment, Setting, run_trials
 from antiphon.lab.experiments.ablations import measure
-from antiphon.lab.experiments.compare import BERT, COMPARE, STUDENT
-from antiphon.lab.setting import Setting
+from antiphon.lab.experiments.encoders import BERT, COMPARE, STUDENT
 from antiphon.lab.trial import Figures, Folders, Trial, run_trial
 from tests.integration.process import environment
 from tests.unit.lab.settings import toy_setting, toy_trial

@@ -12,17 +12,20 @@ from pathlib import Path
 
 import torch
 
-from antiphon.lab.data.algorithms import Algorithm, algorithm_dataset
-from antiphon.lab.experiment import Claim, Experiment, Results
-from antiphon.lab.experiments import algorithms
-from antiphon.lab.experiments.sequences import model_of
-from antiphon.lab.measures import layers, training_steps
-from antiphon.lab.measures.distances import gradient_by_distance
-from antiphon.lab.measures.growth import crossing, growth
-from antiphon.lab.measures.sequence_models import SequenceModel, load_sequence_model
-from antiphon.lab.measures.speeds import TRAINING, speeds
-from antiphon.lab.pictures import Panel, Points, panels
-from antiphon.lab.setting import Setting
+from antiphon.lab.costs import LAYERS, WIDTH, crossing, growth, layer_costs, layer_paths
+from antiphon.lab.datasets import Algorithm, algorithm_dataset
+from antiphon.lab.experiment import Claim, Experiment, Results, Setting
+from antiphon.lab.experiments.sequences import algorithm_trials, model_of, sizes_of
+from antiphon.lab.report import Panel, Points, panels
+from antiphon.lab.sequence_models import (
+    LOSSES,
+    TRAINING,
+    SequenceModel,
+    gradient_by_distance,
+    load_sequence_model,
+    speeds,
+    step_costs,
+)
 from antiphon.lab.trial import Figures, Trial
 from antiphon.training.corpus import Pair
 
@@ -32,7 +35,7 @@ _STEPWISE_LENGTHS = (16, 32, 64, 128)
 _MODEL_LENGTHS = (32, 64, 128, 256, 512, 1024)  # at 1,024 a step of the LSTM holds 0.56 GB, nearly all of it T^2
 _RUNS = 5
 _ROWS = 64
-_LAYERS = f"one layer of width {layers.WIDTH}: Mflop forward; peak MB and ms forward and backward"
+_LAYERS = f"one layer of width {WIDTH}: Mflop forward; peak MB and ms forward and backward"
 _PATHS = "one layer: operations in sequence and distances"
 _MODELS = "one training step of whole models, one row: peak MB beside weights, and ms"
 _SPEED = "trained models, rows of the longest training length"
@@ -40,12 +43,12 @@ _KINDS = {_LAYERS: "layer", _PATHS: "layer", _MODELS: "model"}
 
 
 def _trials(setting: Setting) -> list[Trial]:
-    return [trial for trial in algorithms.trials(setting) if trial.name.startswith(_TASK)]
+    return [trial for trial in algorithm_trials(setting) if trial.name.startswith(_TASK)]
 
 
 def _pairs(setting: Setting) -> list[Pair]:
     """Return test examples of the longest training length."""
-    sizes = algorithms.sizes_of(setting)
+    sizes = sizes_of(setting)
     dataset = algorithm_dataset(_TASK, setting.made_data, sizes)
     return [pair for pair in dataset.tests["in range"] if len(pair[0].split()) == sizes.max_len][:_ROWS]
 
@@ -72,9 +75,9 @@ def _alone(setting: Setting, trained: Mapping[str, Path]) -> Figures:
     layer, stepwise, whole = [_TOY_LENGTHS] * 3 if setting.is_toy else [_LENGTHS, _STEPWISE_LENGTHS, _MODEL_LENGTHS]
     models = {name: load_sequence_model(averaged, name.rpartition(" ")[2]) for name, averaged in trained.items()}
     return {
-        _LAYERS: {str(length): layers.costs(length, _RUNS) for length in layer},
-        _PATHS: {str(length): layers.distances(length) for length in stepwise},
-        _MODELS: {str(length): training_steps.costs(length, _RUNS) for length in whole},
+        _LAYERS: {str(length): layer_costs(length, _RUNS) for length in layer},
+        _PATHS: {str(length): layer_paths(length) for length in stepwise},
+        _MODELS: {str(length): step_costs(length, _RUNS) for length in whole},
         _SPEED: speeds(models, _pairs(setting), _RUNS),
     }
 
@@ -85,12 +88,14 @@ def _claims(results: Results) -> Sequence[Claim]:
 
 def _growth_claims(alone: Figures) -> list[Claim]:
     def grows(faster: tuple[str, str], slower: tuple[str, str], unit: str, claim: str, source: str) -> Claim:
-        (high, one), (low, other) = ((name, growth(alone[at], f"{name}, {unit}")) for at, name in (faster, slower))
-        measured = f"{high} T^{one:z.2f} ({_KINDS[faster[0]]}), {low} T^{other:z.2f} ({_KINDS[slower[0]]})"
-        return Claim(source=source, claim=claim, measured=measured, holds=one > other + 0.3)
+        (high, steeper), (low, flatter) = (
+            (name, growth(alone[at], f"{name}, {unit}")) for at, name in (faster, slower)
+        )
+        measured = f"{high} T^{steeper:z.2f} ({_KINDS[faster[0]]}), {low} T^{flatter:z.2f} ({_KINDS[slower[0]]})"
+        return Claim(source=source, claim=claim, measured=measured, holds=steeper > flatter + 0.3)
 
     table = "Vaswani et al. 2017, table 1"
-    eager, sdpa, layer = ((_LAYERS, name) for name in layers.LAYERS)
+    eager, sdpa, layer = ((_LAYERS, name) for name in LAYERS)
     recurrent, constant = (_PATHS, "LSTM"), (_PATHS, "attention")
     whole = (_MODELS, "LSTM")
     return [
@@ -106,14 +111,14 @@ def _growth_claims(alone: Figures) -> list[Claim]:
 
 def _crossing_claim(points: Mapping[str, Figures]) -> Claim:
     figures = ("Mflop", "ms")
-    found = [crossing(points, f"attention, eager, {figure}", f"LSTM, {figure}") for figure in figures]
-    cheaper = [row for length, row in points.items() if int(length) < layers.WIDTH]
+    crossings = [crossing(points, f"attention, eager, {figure}", f"LSTM, {figure}") for figure in figures]
+    cheaper = [row for length, row in points.items() if int(length) < WIDTH]
     return Claim(
         source="Vaswani et al. 2017, section 4",
-        claim=f"Attention takes fewer operations than an LSTM while T is below d = {layers.WIDTH}.",
+        claim=f"Attention takes fewer operations than an LSTM while T is below d = {WIDTH}.",
         measured="; ".join(
             f"{figure}: equal at {'no measured length' if at is None else f'T = {at:.0f}'}"
-            for figure, at in zip(figures, found, strict=True)
+            for figure, at in zip(figures, crossings, strict=True)
         ),
         holds=all(row["attention, eager, Mflop"] < row["LSTM, Mflop"] for row in cheaper),
     )
@@ -147,10 +152,10 @@ def _draw(results: Results, target: Path) -> None:
     layer, whole = results.alone[_LAYERS], results.alone[_MODELS]
     panels(
         [
-            Panel(series=_by_length(layer, layers.LAYERS, "ms"), labels=scales | {"ylabel": "ms, one layer"}),
-            Panel(series=_by_length(layer, layers.LAYERS, "MB"), labels=scales | {"ylabel": "peak MB, one layer"}),
+            Panel(series=_by_length(layer, LAYERS, "ms"), labels=scales | {"ylabel": "ms, one layer"}),
+            Panel(series=_by_length(layer, LAYERS, "MB"), labels=scales | {"ylabel": "peak MB, one layer"}),
             Panel(
-                series=_by_length(whole, training_steps.LOSSES, "MB"),
+                series=_by_length(whole, LOSSES, "MB"),
                 labels=scales | {"ylabel": "peak MB, training step of whole models"},
             ),
             Panel(

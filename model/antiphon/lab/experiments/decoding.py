@@ -14,8 +14,9 @@ import torch
 from antiphon.architecture.config import preset
 from antiphon.checkpoints.checkpoint import load_checkpoint
 from antiphon.client import Options
-from antiphon.export.export import export_bundle
-from antiphon.lab.experiment import Claim, Experiment, Results
+from antiphon.lab.accuracy import bleu_of
+from antiphon.lab.costs import growth, median_seconds
+from antiphon.lab.experiment import Claim, Experiment, Results, Setting
 from antiphon.lab.experiments.ablations import (
     BASELINE,
     CHANGES,
@@ -25,13 +26,9 @@ from antiphon.lab.experiments.ablations import (
     translation_data,
     trials_of,
 )
-from antiphon.lab.measures.growth import growth
-from antiphon.lab.measures.served import served, served_translations
-from antiphon.lab.measures.translations import bleu_of
-from antiphon.lab.pictures import curves
-from antiphon.lab.setting import Setting
-from antiphon.lab.times import median_seconds
-from antiphon.lab.trial import Figures, Trial
+from antiphon.lab.report import curves
+from antiphon.lab.served import exported, served_translations, serving
+from antiphon.lab.trial import Figures
 from antiphon.training.corpus import load_corpus
 from antiphon.transformer.greedy import greedy
 from antiphon.transformer.random_model import random_transformer
@@ -48,10 +45,6 @@ _OPTIONS: Mapping[str, Options] = {
     "sampling, top-p 0.9": Options(temperature=1.0, top_p=0.9, seed=1),
 }
 _CACHING, _SEARCH = "seconds to decode one target, PyTorch, one thread", "through the server"
-
-
-def _trials(setting: Setting) -> list[Trial]:
-    return trials_of(setting, {BASELINE: CHANGES[BASELINE]}, STEPS)
 
 
 def _alone(setting: Setting, trained: Mapping[str, Path]) -> Figures:
@@ -90,12 +83,14 @@ def recomputed(model: Transformer, source: Sequence[int], length: int) -> list[i
 
 def _search(setting: Setting, averaged: Path) -> dict[str, Figures]:
     bundle = averaged.with_name("bundle")
-    export_bundle(load_checkpoint(averaged), bundle, precisions=("float32",), explain=False, overwrite=True)
+    exported(load_checkpoint(averaged), bundle)
     data = translation_data(setting)
     pairs = load_corpus(data, data_folder(setting)).test[: 4 if setting.is_toy else _SENTENCES]
     sources = [source for source, _ in pairs]
-    with served(bundle) as client:
-        runs = {name: partial(served_translations, client, sources, options) for name, options in _OPTIONS.items()}
+    with serving(bundle) as server:
+        runs = {
+            name: partial(served_translations, server.client, sources, options) for name, options in _OPTIONS.items()
+        }
         answers = {name: run() for name, run in runs.items()}
         times = median_seconds(runs, _RUNS)
     is_tokenised = data.preprocess == "moses-lower"
@@ -158,7 +153,7 @@ def _draw(results: Results, target: Path) -> None:
 DECODING = Experiment(
     name="decoding",
     question="What does the KV cache save, and what do beams and sampling cost and bring?",
-    trials=_trials,
+    trials=partial(trials_of, changes={BASELINE: CHANGES[BASELINE]}, steps=STEPS),
     measure=measure,
     columns={"bleu": ("BLEU, greedy", 1)},
     claims=_claims,

@@ -14,8 +14,8 @@ from pathlib import Path
 from antiphon.bundle.manifest import Bundle
 from antiphon.checkpoints.checkpoint import Checkpoint, load_checkpoint, save_checkpoint, weights_of
 from antiphon.client import Options
-from antiphon.export.export import export_bundle
-from antiphon.lab.experiment import Claim, Experiment, Results
+from antiphon.lab.costs import median_seconds
+from antiphon.lab.experiment import Claim, Experiment, Results, Setting
 from antiphon.lab.experiments.ablations import (
     CHANGES,
     STEPS,
@@ -24,10 +24,8 @@ from antiphon.lab.experiments.ablations import (
     translation_data,
     trials_of,
 )
-from antiphon.lab.measures.served import served, served_translations
-from antiphon.lab.pictures import curves
-from antiphon.lab.setting import Setting
-from antiphon.lab.times import median_seconds
+from antiphon.lab.report import curves
+from antiphon.lab.served import exported, served_translations, serving
 from antiphon.lab.trial import Figures, Trial
 from antiphon.training.corpus import load_corpus
 from antiphon.training.pruning import Each, Share, prune
@@ -43,10 +41,6 @@ _RETRAIN_STEPS = 200
 _SENTENCES = 300  # of the measurement of speed
 _RUNS = 3
 _WHOLE = 0
-
-
-def _trials(setting: Setting) -> list[Trial]:
-    return trials_of(setting, {_SETTING: CHANGES[_SETTING]}, STEPS)
 
 
 def _measure(setting: Setting, trial: Trial, averaged: Path) -> Figures:
@@ -98,9 +92,7 @@ def _alone(setting: Setting, trained: Mapping[str, Path]) -> Figures:
     folders = {f"{_WHOLE} %": averaged} | {f"{share} %": averaged.with_name(f"pruned-{share}") for share in shares}
     checkpoints = {name: load_checkpoint(folder) for name, folder in folders.items()}
     bundles = {
-        name: export_bundle(
-            checkpoint, averaged.with_name(f"{name[:-2]}.bundle"), precisions=("int8",), explain=False, overwrite=True
-        )
+        name: exported(checkpoint, averaged.with_name(f"{name[:-2]}.bundle"), "int8")
         for name, checkpoint in checkpoints.items()
     }
     times = _seconds(bundles, [source for source, _ in pairs])
@@ -118,10 +110,10 @@ def _alone(setting: Setting, trained: Mapping[str, Path]) -> Figures:
 def _seconds(bundles: Mapping[str, Bundle], sources: Sequence[str]) -> dict[str, float]:
     """Return the seconds that a server of each bundle takes to translate the sources, in alternating runs."""
     with ExitStack() as stack:
-        clients = {name: stack.enter_context(served(bundle.path, "int8")) for name, bundle in bundles.items()}
+        servers = {name: stack.enter_context(serving(bundle.path, "int8")) for name, bundle in bundles.items()}
         runs = {
-            name: partial(served_translations, client, sources, Options(temperature=0))
-            for name, client in clients.items()
+            name: partial(served_translations, server.client, sources, Options(temperature=0))
+            for name, server in servers.items()
         }
         return median_seconds(runs, _RUNS)
 
@@ -167,7 +159,7 @@ def _draw(results: Results, target: Path) -> None:
 HEADS = Experiment(
     name="heads",
     question="How many attention heads can be removed from a trained model, and what is gained?",
-    trials=_trials,
+    trials=partial(trials_of, changes={_SETTING: CHANGES[_SETTING]}, steps=STEPS),
     measure=_measure,
     columns={f"{kind} {share}": (f"{kind} {share} %", 1) for share in _SHARES for kind in ("bleu", "retrained")},
     claims=_claims,

@@ -13,15 +13,11 @@ from pathlib import Path
 
 from antiphon.checkpoints.checkpoint import Checkpoint, load_checkpoint
 from antiphon.checkpoints.lengths import with_lengths
-from antiphon.export.export import export_bundle
-from antiphon.lab.data.algorithms import TOY_SIZES, Algorithm, Sizes, algorithm_dataset
-from antiphon.lab.data.datasets import Dataset
-from antiphon.lab.experiment import Claim, Experiment, Results
-from antiphon.lab.measures.exact_match import exact_match
-from antiphon.lab.measures.served import served
-from antiphon.lab.measures.teacher_forced import forced
-from antiphon.lab.pictures import Points, curves
-from antiphon.lab.setting import Setting
+from antiphon.lab.accuracy import exact_match, forced, share_correct
+from antiphon.lab.datasets import TOY_SIZES, Algorithm, Dataset, Sizes, algorithm_dataset
+from antiphon.lab.experiment import Claim, Experiment, Results, Setting
+from antiphon.lab.report import Points, curves
+from antiphon.lab.served import exported, serving
 from antiphon.lab.trial import Figures, Trial
 from antiphon.training.corpus import Pair
 from antiphon.training.recipe import Recipe
@@ -96,32 +92,32 @@ def _measure(setting: Setting, trial: Trial, averaged: Path) -> Figures:
     checkpoint = _longer(setting, averaged)
     figures: Figures = {}
     for factor, pairs in _tests(setting, trial.name).items():
-        matched = exact_match(partial(greedy, checkpoint.model), checkpoint.tokenizer, pairs)
+        matches = exact_match(partial(greedy, checkpoint.model), checkpoint.tokenizer, pairs)
         best = [token for target in forced(checkpoint, pairs) for token in target.is_best]
-        figures[f"exact {factor:g}"] = 100 * matched.overall.accuracy
+        figures[f"exact {factor:g}"] = 100 * share_correct(matches)
         figures[f"tokens {factor:g}"] = 100 * statistics.fmean(best)
     return figures
 
 
 def _serve(setting: Setting, trained: Mapping[str, Path]) -> Figures:
     """Export and serve the model of each setting; return the largest difference of any score."""
-    found: dict[str, Figures] = {}
+    differences: dict[str, Figures] = {}
     chosen = list(trained.items())[: 2 if setting.is_toy else None]
     for name, averaged in chosen:
         tests = _tests(setting, name)
         scored = [pair for pairs in tests.values() for pair in pairs[:_SCORED]]
-        found[name] = {
+        differences[name] = {
             _DIFFERENCE: _largest_difference(_longer(setting, averaged), averaged.with_name("bundle"), scored)
         }
-    return {_SERVED: found}
+    return {_SERVED: differences}
 
 
 def _largest_difference(checkpoint: Checkpoint, bundle: Path, pairs: Sequence[Pair]) -> float:
-    export_bundle(checkpoint, bundle, precisions=("float32",), explain=False, overwrite=True)
+    exported(checkpoint, bundle)
     expected = [sum(target.logprobs) for target in forced(checkpoint, pairs)]
-    with served(bundle) as client:
-        scores = [client.score(source, target).score for source, target in pairs]
-    return max(abs(one - other) for one, other in zip(scores, expected, strict=True))
+    with serving(bundle) as server:
+        scores = [server.client.score(source, target).score for source, target in pairs]
+    return max(abs(score - reference) for score, reference in zip(scores, expected, strict=True))
 
 
 def _claims(results: Results) -> Sequence[Claim]:

@@ -1,59 +1,31 @@
 """Measured peaks: PyTorch's allocator events for training and translation, the counting allocator for native graphs.
 
-The profiler reports every allocation of PyTorch's CPU allocator, freed ones too. Their running sum has an exact peak,
-which does not depend on other processes. Weights, optimiser state and tables exist before the events and are added.
+Weights, optimiser state and tables exist before the events of costs.allocated_peak and are added.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 
 from antiphon.bundle.graph import Graph
 from antiphon.bundle.manifest import Bundle
 from antiphon.export.profile import encoder_inputs, measure_peak
+from antiphon.lab.costs import allocated_peak, median_seconds
 from antiphon.lab.memory.terms import Case
-from antiphon.lab.times import median_seconds
 from antiphon.ops.workspace import Workspace
 from antiphon.training.optimizer import Optimizer
 from antiphon.training.recipe import TrainConfig
 from antiphon.training.translation import Batch, BatchLoss
 from antiphon.transformer.transformer import Transformer
 
-
-def allocated_peak(run: Callable[[], object]) -> int:
-    """Return the largest number of bytes that `run` holds at once, beside what exists before it.
-
-    It runs on one thread, because some kernels have a buffer for each thread.
-    """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    # Otherwise the profiler of torch 2.13 writes two lines to standard error each time.
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-    try:
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-            run()
-    finally:
-        torch.set_num_threads(threads)
-    assert recorded.profiler is not None
-    assert recorded.profiler.kineto_results is not None
-    found = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]
-    live = peak = 0
-    for event in sorted(found, key=lambda event: event.start_ns()):
-        live += event.nbytes()
-        peak = max(peak, live)
-    return peak
-
-
 _LEARNING_RATE = 1e-3
 
 
 class TrainingStep:
-    """Training step of trainer.py with random weights and random texts that fill the batch."""
+    """Training step with random weights and random texts that fill the batch."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
@@ -77,7 +49,7 @@ class TrainingStep:
         for parameter in self.model.parameters():  # an update by nothing makes the moments
             parameter.grad = torch.zeros_like(parameter)
         self.optimizer.step(_LEARNING_RATE)
-        return allocated_peak(self.run) + _held(self.model) + 2 * _size(self.model.parameters())
+        return allocated_peak(self.run) + _state_bytes(self.model) + 2 * _size(self.model.parameters())
 
     def seconds(self, steps: int) -> float:
         """Return the median time of a step."""
@@ -94,7 +66,7 @@ def translation_peak(case: Case) -> int:
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=case.bf16):
             _translate(model, case, ids)
 
-    return allocated_peak(run) + _held(model)
+    return allocated_peak(run) + _state_bytes(model)
 
 
 def _translate(model: Transformer, case: Case, ids: Tensor) -> Tensor:
@@ -136,5 +108,5 @@ def _size(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def _held(model: nn.Module) -> int:
+def _state_bytes(model: nn.Module) -> int:
     return _size(model.parameters()) + _size(model.buffers())

@@ -1,4 +1,4 @@
-"""Vocabulary of the memory arithmetic: a case, a term with its formula, and a sublayer's life. Torch-free.
+"""Vocabulary of the memory arithmetic: cases, terms with formulas, lives of sublayers, and lengths. Torch-free.
 
 Axes: B batch, T length of source and target, n = B T tokens, M model width, A = H D width of all heads, H heads, F
 feed-forward width, V vocabulary, L layers, P parameters; e bytes of an element in products: 4, or 2 in bf16.
@@ -6,8 +6,8 @@ feed-forward width, V vocabulary, L layers, P parameters; e bytes of an element 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from antiphon.architecture.config import ModelConfig
@@ -91,7 +91,7 @@ class Sublayer:
     """Life of one sublayer's memory in a training step, in bytes.
 
     kept: what autograd saves until the sublayer's backward pass.
-    held: what the forward pass holds until its end, although autograd does not save it.
+    transient: what the forward pass holds until its end, although autograd does not save it.
     forward, backward: memory at the peak of its forward and backward pass, kept included.
     gradients: of its weights, from its backward pass until the optimiser's step.
     pending: gradients of activations that wait for an earlier sublayer.
@@ -100,7 +100,7 @@ class Sublayer:
     kept: tuple[Term, ...]
     forward: int
     backward: int
-    held: int = 0
+    transient: int = 0
     gradients: int = 0
     pending: int = 0
 
@@ -163,3 +163,77 @@ def position_rows(config: ModelConfig) -> int:
     if config.positions == "none":
         return 0
     return config.max_source_len + config.max_target_len + 2 * config.positions_offset
+
+
+LECTURE = ((8192, "256 MiB"), (32768, "4 GB"), (131072, "64 GB"))
+_LONGEST = 1 << 22
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LectureRow:
+    """Length, the lecture's claim, one float32 matrix T x T, and all matrices of one sequence in one training step."""
+
+    length: int
+    claim: str
+    matrix_bytes: int
+    model_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Crossing:
+    """Length from which attention needs more than the feed-forward layer, with its formula; lengths below 0 are 0."""
+
+    name: str
+    formula: str
+    length: float
+
+
+def lecture_rows(config: ModelConfig) -> list[LectureRow]:
+    """Return the lecture's table. A decoder layer has two matrices for each head: its own tokens and the source."""
+    matrices = config.num_heads * (config.encoder_layers + 2 * config.decoder_layers)
+    return [
+        LectureRow(length=length, claim=claim, matrix_bytes=FLOAT * length**2, model_bytes=matrices * FLOAT * length**2)
+        for length, claim in LECTURE
+    ]
+
+
+def crossings(config: ModelConfig) -> list[Crossing]:
+    """Return the lengths at which an encoder layer's attention equals its feed-forward layer.
+
+    Operations of T tokens: matrices 4 T^2 A, projections 8 T M A, feed-forward 4 T M F (6 with a gate). What autograd
+    keeps of them in float32: matrices 4 H T^2 and masks T^2, projections 16 A T, feed-forward 4 F T.
+    """
+    width, heads, inner = config.d_model, config.attention_width, config.d_ff * (1.5 if config.gated else 1)
+    saved = config.d_ff * (4 if config.gated else 1 if config.activation == "relu" else 2)
+    factor = "1.5 " if config.gated else ""
+    matrix = config.num_heads + 0.25
+    values = (
+        ("operations, matrices alone", f"{factor}M F / A", width * inner / heads),
+        ("operations, with projections", f"{factor}M F / A - 2 M", width * inner / heads - 2 * width),
+        ("kept activations, matrices alone", f"{saved // config.d_ff} F / (H + 1/4)", saved / matrix),
+        (
+            "kept activations, with projections",
+            f"({saved // config.d_ff} F - 4 A) / (H + 1/4)",
+            (saved - 4 * heads) / matrix,
+        ),
+    )
+    return [Crossing(name=name, formula=formula, length=max(0.0, length)) for name, formula, length in values]
+
+
+def with_length(case: Case, length: int) -> Case:
+    """Return the case with T = length; the tables of positions grow if they are too short."""
+    config = case.config
+    lengths = {name: max(length, getattr(config, name)) for name in ("max_source_len", "max_target_len")}
+    return replace(case, config=config.model_copy(update=lengths), length=length)
+
+
+def longest(case: Case, predict: Callable[[Case], Prediction], memory_bytes: int) -> int:
+    """Return the longest T whose predicted peak fits in memory_bytes; 0 if not even one token fits."""
+    fits, exceeds = 0, _LONGEST
+    while exceeds - fits > 1:
+        middle = (fits + exceeds) // 2
+        if predict(with_length(case, middle)).peak_bytes <= memory_bytes:
+            fits = middle
+        else:
+            exceeds = middle
+    return fits

@@ -1,17 +1,61 @@
-"""LSTM encoder-decoder with additive attention (Bahdanau et al. 2015), with LSTM cells instead of gated units.
+"""LSTM encoder-decoder, for comparison with the Transformer: shape, model, greedy decoding, training. It is not served.
 
+Attention is additive (Bahdanau et al. 2015); LSTM cells are in place of gated units.
 Axes: B batch, S source, T target, M model width, V vocabulary, L decoder layers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Self
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from antiphon.lab.recurrent.config import RecurrentConfig
+from antiphon.bundle.manifest import Provenance
+from antiphon.checkpoints.checkpoint import load_weights, read_config
+from antiphon.errors import RecipeError
+from antiphon.ops.attention import Backend
+from antiphon.training.corpus import Part
+from antiphon.training.translation import Batch
+from antiphon.training.recipe import Recipe
+from antiphon.training.task import RunFolders
+from antiphon.training.translation import (PairBatches, TranslationTask, labelled_loss)
+
+
+class RecurrentConfig(BaseModel):
+    """Shape of the LSTM encoder-decoder. Raises pydantic.ValidationError naming the wrong field.
+
+    d_model: width of embeddings, of the decoder's state and of the memory; each direction of the encoder has half.
+    Lengths are in tokens and include begin and end tokens; they limit only the data, because the model has no
+    positions.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    architecture: Literal["lstm"] = "lstm"
+    vocab_size: int = Field(ge=4, le=1_000_000)
+    d_model: int = Field(ge=8, le=16384, multiple_of=2)
+    encoder_layers: int = Field(default=1, ge=1, le=128)
+    decoder_layers: int = Field(default=1, ge=1, le=128)
+    dropout: float = Field(default=0.1, ge=0, lt=1, description="On embeddings, between layers and before the output.")
+    max_source_len: int = Field(default=256, ge=1, le=65536)
+    max_target_len: int = Field(default=256, ge=1, le=65536)
+    pad_id: int = Field(default=0, ge=0)
+    bos_id: int = Field(default=1, ge=0, description="First decoder input.")
+    eos_id: int = Field(default=2, ge=0)
+    unk_id: int = Field(default=3, ge=0)
+
+    @model_validator(mode="after")
+    def _check_ids(self) -> Self:
+        for name in ("pad_id", "bos_id", "eos_id", "unk_id"):
+            if getattr(self, name) >= self.vocab_size:
+                raise ValueError(f"{name}={getattr(self, name)} must be below vocab_size={self.vocab_size}")
+        return self
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -170,3 +214,108 @@ class RecurrentModel(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [..., V] of hidden [..., M]."""
         return self.output(hidden)  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def recurrent_greedy(model: RecurrentModel, sources: Sequence[Sequence[int]], max_new_tokens: int) -> list[list[int]]:
+    """Decode sources (with end token, any lengths) as one batch, with the most likely token in each step.
+
+    Returns the target ids of each source without begin and end tokens. At most max_new_tokens tokens are generated for
+    each source, the end token included. The model must be in evaluation mode.
+    """
+    lens = torch.tensor([len(source) for source in sources], dtype=torch.int32)
+    padded = torch.full((len(sources), int(lens.max())), model.config.pad_id)
+    for row, source in enumerate(sources):
+        padded[row, : len(source)] = torch.tensor(source)
+    eos_id = model.config.eos_id
+    return [ids[: ids.index(eos_id)] if eos_id in ids else ids for ids in _produce(model, padded, lens, max_new_tokens)]
+
+
+def _produce(model: RecurrentModel, sources: Tensor, lens: Tensor, max_new_tokens: int) -> list[list[int]]:
+    memory = model.encode(sources, lens)
+    state = model.start_state(memory)
+    token = torch.full((len(lens), 1), model.config.bos_id)
+    ended = torch.zeros(len(lens), dtype=torch.bool)
+    produced = []
+    for _ in range(max_new_tokens):
+        hidden, state = model.step(token, state, memory)
+        token = model.logits(hidden).argmax(dim=-1)
+        produced.append(token)
+        ended |= token[:, 0] == model.config.eos_id
+        if ended.all():
+            break
+    return list(torch.cat(produced, dim=1).tolist())
+
+
+class RecurrentLoss(nn.Module):
+    """Loss of a batch; logits are computed only for labelled positions."""
+
+    def __init__(self, model: RecurrentModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: Batch, smoothing: float) -> Tensor:
+        """Return the summed label-smoothed cross entropy of the labelled positions, [1], in nats."""
+        hidden = self.model.decode(batch.inputs, self.model.encode(batch.source, batch.source_lens))
+        return labelled_loss(hidden, batch, self.model.output, smoothing)
+
+
+class RecurrentTask:
+    """TrainingTask of the LSTM. Tokenizer, examples and batches are those that a Transformer of the recipe gets.
+
+    shape: fields of RecurrentConfig without vocabulary, lengths and ids, which the recipe's data and model decide.
+    Raises RecipeError for a wrong field, and what TranslationTask raises.
+    """
+
+    num_losses = 1
+
+    def __init__(self, recipe: Recipe, folders: RunFolders, shape: Mapping[str, object]) -> None:
+        self.pairs = TranslationTask(recipe, folders)
+        self.tokenizer = self.pairs.tokenizer
+        self.text = self.pairs.text
+        common = ("vocab_size", "max_source_len", "max_target_len", "pad_id", "bos_id", "eos_id", "unk_id")
+        shared = {name: getattr(self.pairs.config, name) for name in common}
+        try:
+            self.config = RecurrentConfig.model_validate({**shape, **shared})
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise RecipeError(f"LSTM: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+
+    @property
+    def provenance(self) -> Provenance:
+        """Origin of the data, see TrainingTask."""
+        return self.pairs.provenance
+
+    def make_model(self, backend: Backend) -> RecurrentModel:
+        """Return a model with random weights; the backend of attention has no effect."""
+        return RecurrentModel(self.config)
+
+    def make_loss(self, model: RecurrentModel) -> nn.Module:
+        """Return the loss of the next token, see TrainingTask."""
+        return RecurrentLoss(model)
+
+    def batches(self, part: Part, seed: int) -> PairBatches:
+        """Return the batches of one epoch, see TrainingTask."""
+        return self.pairs.batches(part, seed)
+
+    def scores(self, model: RecurrentModel, part: Part) -> dict[str, float]:
+        """Return no measures; exact_match decodes the test parts."""
+        return {}
+
+
+@dataclass(frozen=True, slots=True)
+class OpenRecurrent:
+    """Trainer's `open_task` for an LSTM of this shape, see RecurrentTask; it can be sent to another process."""
+
+    shape: Mapping[str, object]
+
+    def __call__(self, recipe: Recipe, folders: RunFolders) -> RecurrentTask:
+        """Return the task of a recipe."""
+        return RecurrentTask(recipe, folders, self.shape)
+
+
+def load_recurrent(path: Path) -> RecurrentModel:
+    """Read the model of a checkpoint that Trainer wrote, in evaluation mode. Raises CheckpointError naming the file."""
+    model = RecurrentModel(read_config(path / "config.json", RecurrentConfig))
+    load_weights(model, path / "model.safetensors")
+    return model.eval()

@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from antiphon.errors import RecipeError
-from antiphon.lab.data.datasets import Dataset
-from antiphon.lab.data.written import write_parts
-from antiphon.training.corpus import Pair, read_verified
+from antiphon.lab.datasets import Dataset, write_parts
+from antiphon.training.corpus import (Pair, read_verified)
 from antiphon.training.recipe import DataFile
 
 Split = Literal[
@@ -69,8 +68,8 @@ def scan_dataset(source: Path, split: Split, folder: Path) -> Dataset:
     is_valid = [_is_validation(pair[0]) and pair not in repeated for pair in examples]
     test = _test_part(source, split, examples)
     parts = {
-        "train": [pair for pair, held in zip(examples, is_valid, strict=True) if not held],
-        "valid": [pair for pair, held in zip(examples, is_valid, strict=True) if held],
+        "train": [pair for pair, is_valid_pair in zip(examples, is_valid, strict=True) if not is_valid_pair],
+        "valid": [pair for pair, is_valid_pair in zip(examples, is_valid, strict=True) if is_valid_pair],
         "test": test,
     }
     origin = dict(
@@ -108,8 +107,8 @@ def _read(source: Path, part: str) -> list[Pair]:
     file = DataFile(path=f"scan/tasks_{part}.txt.gz", sha256=_SHA256[part])
     pairs = []
     for number, line in enumerate(read_verified(source, file).decode().splitlines(), start=1):
-        command, found, actions = line.removeprefix("IN: ").partition(" OUT: ")
-        if not found:
+        command, separator, actions = line.removeprefix("IN: ").partition(" OUT: ")
+        if not separator:
             raise RecipeError(f"{source / file.path}: line {number} is not 'IN: command OUT: actions'")
         pairs.append((command, " ".join(_plain(action) for action in actions.split())))
     return pairs

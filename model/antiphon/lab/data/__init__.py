@@ -1,1 +1,0 @@
-"""Data that experiments write themselves."""

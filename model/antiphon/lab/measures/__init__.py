@@ -1,1 +1,0 @@
-"""Measures of trained models that several experiments use."""
