@@ -22,7 +22,7 @@ from antiphon.cli.main import main
 from antiphon.export.export import export_bundle
 from antiphon.runtime.lanes import open_runner
 from antiphon.runtime.native import EncoderRunner
-from antiphon.text.template import fill
+from antiphon.text.format import fill
 from antiphon.tools.evaluation.labels import evaluate_labels
 from antiphon.training.trainer import Trainer
 from antiphon.v1 import inference_pb2 as pb

@@ -20,7 +20,7 @@ from antiphon.errors import SourceError
 from antiphon.importer.importer import ImportOptions, import_checkpoint
 from antiphon.importer.original_tokenizer import open_original_tokenizer, write_tokenizer
 from antiphon.ops.disentangled import table_rows
-from antiphon.text.template import fill
+from antiphon.text.format import fill
 from antiphon.text.tokenizer import open_tokenizer
 from tests.parity.encoder_checkpoints import read_checkpoint
 from tests.parity.exports import small_config

@@ -22,7 +22,7 @@ from antiphon.client import Options, ServerError
 from antiphon.export.export import export_bundle
 from antiphon.importer.importer import ImportOptions, import_checkpoint
 from antiphon.server.settings import SHIPPED_BUNDLE
-from antiphon.text.template import LanguageIds, fill
+from antiphon.text.format import LanguageIds, fill
 from antiphon.transformer.positions import rotary_tables
 from antiphon.transformer.transformer import Transformer
 from antiphon.v1 import inference_pb2 as pb

@@ -15,7 +15,7 @@ import transformers
 from antiphon.bundle.manifest import Bundle, GenerationDefaults, load_bundle
 from antiphon.cli import main as cli
 from antiphon.client import Options
-from antiphon.text.template import LanguageIds, fill
+from antiphon.text.format import LanguageIds, fill
 from antiphon.text.tokenizer import Tokenizer, open_tokenizer
 from tests.bundle_serving import serving_bundle
 

@@ -17,8 +17,7 @@ from tokenizers import decoders
 from antiphon.checkpoints.text_formats import Languages, sentencepiece_format, tokenizers_format
 from antiphon.errors import TokenizerError
 from antiphon.rpc.v1.responses import Detokenizer
-from antiphon.text.format import TextFormat
-from antiphon.text.template import LanguageIds, fill, language_id
+from antiphon.text.format import LanguageIds, TextFormat, fill, language_id
 from antiphon.text.tokenizer import Tokenizer, open_tokenizer
 from tests.parity.tokenizer_checkpoints import FAIRSEQ_TOKENS, KINDS, NLLB_LANGUAGES, pieces
 

@@ -15,7 +15,7 @@ import transformers
 from antiphon.checkpoints.checkpoint import load_checkpoint
 from antiphon.cli.main import main
 from antiphon.export.export import export_bundle
-from antiphon.text.template import fill
+from antiphon.text.format import fill
 from tests.language_recipes import language_recipe, running_text
 from tests.parity.decoder_checkpoints import write_decoder
 from tests.parity.encoder_checkpoints import write_checkpoint

@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from antiphon.checkpoints.text_formats import tokenizers_format
-from antiphon.text import word_piece
-from antiphon.text.template import fill
+from antiphon.text.format import fill
+from antiphon.text.subwords import MASK_ID, WORD_PIECE_FORMAT, WORD_PIECE_TOKENS
 from antiphon.text.tokenizer import Tokenizer, open_tokenizer
 
 TEXTS = [
@@ -48,7 +48,7 @@ def learned(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ours(learned: Path) -> Tokenizer:
-    return open_tokenizer(learned, word_piece.FORMAT)
+    return open_tokenizer(learned, WORD_PIECE_FORMAT)
 
 
 @pytest.fixture(scope="module")
@@ -70,26 +70,26 @@ def test_ids_and_token_types_of_random_pairs_equal_those_of_transformers(
     ours: Tokenizer, theirs: Any, first: str, second: str
 ) -> None:
     expected = theirs(first, second)
-    ids, types = fill(word_piece.FORMAT, ours.encode(first), ours.encode(second))
+    ids, types = fill(WORD_PIECE_FORMAT, ours.encode(first), ours.encode(second))
     assert list(ids) == expected["input_ids"]
     assert list(types) == expected["token_type_ids"]
 
 
 def test_format_equals_that_of_an_imported_bert(theirs: Any, learned: Path, tmp_path: Path) -> None:
     theirs.save_pretrained(tmp_path)
-    assert tokenizers_format(tmp_path) == word_piece.FORMAT
-    assert tokenizers_format(learned).template == word_piece.FORMAT.template
+    assert tokenizers_format(tmp_path) == WORD_PIECE_FORMAT
+    assert tokenizers_format(learned).template == WORD_PIECE_FORMAT.template
 
 
 def test_vocabulary_has_the_special_tokens_first_and_the_size_asked_for(ours: Tokenizer) -> None:
-    assert tuple(map(ours.piece, range(5))) == word_piece.SPECIAL_TOKENS
+    assert tuple(map(ours.piece, range(5))) == WORD_PIECE_TOKENS
     assert ours.vocab_size == 160
     assert ours.decode(ours.encode("The CAT")) == "the cat"
 
 
 def test_mask_token_in_a_text_is_one_token(ours: Tokenizer, theirs: Any) -> None:
     assert ours.encode("the [MASK] sat") == theirs("the [MASK] sat", add_special_tokens=False)["input_ids"]
-    assert word_piece.MASK_ID in ours.encode("the [MASK] sat")
+    assert MASK_ID in ours.encode("the [MASK] sat")
 
 
 def test_same_texts_give_the_same_vocabulary(learned: Path, tmp_path: Path) -> None:

@@ -23,8 +23,7 @@ from antiphon.errors import BundleError
 from antiphon.rpc.parsing import parser
 from antiphon.rpc.v1.options import read_options
 from antiphon.server.settings import SHIPPED_BUNDLE
-from antiphon.text.format import Template, TextFormat
-from antiphon.text.template import LanguageIds, fill
+from antiphon.text.format import LanguageIds, Template, TextFormat, fill
 from antiphon.text.tokenizer import Tokenizer
 from antiphon.v1 import inference_pb2 as pb
 from tests.reliability.answers import check_field

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from antiphon.errors import NoTokenizersFile, TokenizerError
 from antiphon.text.format import Slot, Template, TextFormat
-from antiphon.text.open_text import read_pieces
+from antiphon.text.segmenters import read_pieces
 
 # Language tokens of public checkpoints. The named group is the language code for users.
 _LANGUAGE_TOKEN = re.compile(

@@ -28,8 +28,7 @@ from antiphon.errors import VerificationError
 from antiphon.export.verification.verify import TOLERANCES
 from antiphon.importer.original import load_original, quiet_transformers
 from antiphon.ops.readout import finished, pool, scores_of
-from antiphon.text.format import TextFormat
-from antiphon.text.template import fill, num_before
+from antiphon.text.format import TextFormat, fill, num_before
 from antiphon.text.tokenizer import Tokenizer
 from antiphon.transformer.transformer import Transformer
 

@@ -16,9 +16,8 @@ from typing import Any
 from antiphon.checkpoints.settings import in_one_line, read_json
 from antiphon.errors import TokenizerError, VerificationError
 from antiphon.importer.original import quiet_transformers
-from antiphon.text.format import TextFormat
+from antiphon.text.format import LanguageIds, TextFormat, fill
 from antiphon.text.segmenters import may_be_typed
-from antiphon.text.template import LanguageIds, fill
 from antiphon.text.tokenizer import Tokenizer
 
 OLDER_FILES = ("vocab.txt", "vocab.json", "*.model", "*.spm")

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from antiphon.checkpoints.checkpoint import Checkpoint, load_checkpoint
 from antiphon.text.tokenizer import Tokenizer
-from antiphon.training.corpus import Pair
 from antiphon.training.batches import IGNORED_LABEL
-from antiphon.training.translation import (Example, collate)
-from antiphon.training.task import Group
+from antiphon.training.corpus import Pair
 from antiphon.training.recipe import FineTuneRecipe
+from antiphon.training.task import Group
 from antiphon.training.trainer import Trainer
+from antiphon.training.translation import Example, collate
 from antiphon.transformer.greedy import greedy
 
 

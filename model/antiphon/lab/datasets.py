@@ -23,7 +23,7 @@ from typing import Literal, get_args
 
 from antiphon.bundle.manifest import file_entry
 from antiphon.training.corpus import Pair
-from antiphon.training.recipe import (DataConfig, DataFile, LabelledData, TextData, TextFile)
+from antiphon.training.recipe import DataConfig, DataFile, LabelledData, TextData, TextFile
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

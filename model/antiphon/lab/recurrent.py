@@ -21,10 +21,9 @@ from antiphon.checkpoints.checkpoint import load_weights, read_config
 from antiphon.errors import RecipeError
 from antiphon.ops.attention import Backend
 from antiphon.training.corpus import Part
-from antiphon.training.translation import Batch
 from antiphon.training.recipe import Recipe
 from antiphon.training.task import RunFolders
-from antiphon.training.translation import (PairBatches, TranslationTask, labelled_loss)
+from antiphon.training.translation import Batch, PairBatches, TranslationTask, labelled_loss
 
 
 class RecurrentConfig(BaseModel):

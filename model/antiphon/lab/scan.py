@@ -18,7 +18,7 @@ from typing import Literal, get_args
 
 from antiphon.errors import RecipeError
 from antiphon.lab.datasets import Dataset, write_parts
-from antiphon.training.corpus import (Pair, read_verified)
+from antiphon.training.corpus import Pair, read_verified
 from antiphon.training.recipe import DataFile
 
 Split = Literal[

@@ -31,14 +31,13 @@ from antiphon.lab.recurrent import (
 )
 from antiphon.ops.attention import Backend
 from antiphon.text.tokenizer import Tokenizer
-from antiphon.training.corpus import Pair
 from antiphon.training.batches import IGNORED_LABEL
-from antiphon.training.translation import (Batch, collate)
+from antiphon.training.corpus import Pair
 from antiphon.training.optimizer import Optimizer
 from antiphon.training.recipe import Recipe, TrainConfig
-from antiphon.training.task import (RunFolders, TrainingTask)
-from antiphon.training.translation import BatchLoss
+from antiphon.training.task import RunFolders, TrainingTask
 from antiphon.training.trainer import open_task
+from antiphon.training.translation import Batch, BatchLoss, collate
 from antiphon.transformer.greedy import greedy
 from antiphon.transformer.transformer import Transformer
 

@@ -20,10 +20,8 @@ import torch
 from antiphon.bundle.machine import processor_name
 from antiphon.checkpoints.checkpoint import load_checkpoint
 from antiphon.errors import TrainingDiverged
-from antiphon.training.task import Group
-from antiphon.training.recipe import FineTuneRecipe, PretrainRecipe, Recipe
-from antiphon.training.recipe import DataConfig
-from antiphon.training.task import (RunFolders, TrainingTask)
+from antiphon.training.recipe import DataConfig, FineTuneRecipe, PretrainRecipe, Recipe
+from antiphon.training.task import Group, RunFolders, TrainingTask
 from antiphon.training.trainer import Trainer, open_task
 
 

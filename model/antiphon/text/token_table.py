@@ -1,16 +1,137 @@
-"""Token table: bytes of each token id, and decoding of ids to text, at once or incrementally. Imports no torch.
+"""Token table: bytes of each token id in every notation, and decoding of ids to text, at once or incrementally.
 
 After other tokens a token represents a fixed string of bytes. At the beginning of a text it can represent another one.
 White space at the ends of a text can be removed. So texts can be streamed: a delta never ends inside a character, and
 the concatenated deltas are equal to the text decoded at once.
+
+For a `tokenizers` decoder, the library itself decodes each token once, so its rules are not repeated here. Decoders
+that need more than one token at a time are refused. Imports no torch.
 """
 
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Iterable, Sequence
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from functools import cache
+from typing import Any, Literal
+
+from tokenizers import Tokenizer, models
+
+from antiphon.errors import TokenizerError
+
+WORD_MARK = "\u2581"  # SentencePiece's symbol for a space (Kudo & Richardson 2018)
+_BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_TOKEN_BY_TOKEN = {"WordPiece", "Metaspace", "Replace", "ByteFallback", "Fuse", "Strip", "Sequence"}
+
+
+@dataclass(frozen=True, slots=True)
+class TokenDecoding:
+    """Functions from a token to its bytes.
+
+    rest: for a token after other tokens. first: for the first token of a text; None: the same as rest.
+    """
+
+    rest: Callable[[str], bytes]
+    first: Callable[[str], bytes] | None = None
+
+
+@cache
+def byte_alphabet() -> dict[str, int]:
+    """Return the byte of each character of byte-level BPE (Radford et al. 2019).
+
+    A printable byte is its own character; the other bytes have characters from U+0100 on.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    unprintable = [byte for byte in range(256) if byte not in printable]
+    alphabet = {chr(byte): byte for byte in printable}
+    alphabet.update({chr(256 + index): byte for index, byte in enumerate(unprintable)})
+    return alphabet
+
+
+def alphabet_bytes(token: str) -> bytes:
+    """Return the bytes of a token of byte-level BPE. Raises KeyError for a character outside the alphabet."""
+    alphabet = byte_alphabet()
+    return bytes([alphabet[char] for char in token])
+
+
+def byte_level(token: str) -> bytes:
+    """Return the bytes of a token of byte-level BPE; an added token with other characters is its own text."""
+    try:
+        return alphabet_bytes(token)
+    except KeyError:
+        return token.encode()
+
+
+def byte_piece(token: str) -> bytes | None:
+    """Return the byte of a <0xNN> token; None for any other token."""
+    match = _BYTE_PIECE.fullmatch(token)
+    return bytes([int(match[1], 16)]) if match else None
+
+
+def space_before(token: str) -> bytes:
+    """Return the bytes of a word with a space before it."""
+    return b" " + token.encode()
+
+
+def word_marked(token: str) -> bytes:
+    """Return the bytes of a SentencePiece piece: the word mark becomes a space."""
+    return token.replace(WORD_MARK, " ").encode()
+
+
+def token_decoding_of(described: Mapping[str, Any] | None) -> TokenDecoding:
+    """Return the token decoding of the `decoder` object of a tokenizer.json.
+
+    None means words between spaces. Raises TokenizerError for a decoder that needs more than one token at a time,
+    because its text cannot be streamed.
+    """
+    if described is None:
+        return TokenDecoding(space_before, str.encode)
+    steps = list(_steps(described))
+    kinds = [step.get("type") for step in steps]
+    if kinds == ["ByteLevel"]:
+        return TokenDecoding(byte_level)
+    for step in steps:
+        kind = step.get("type")
+        if kind not in _TOKEN_BY_TOKEN or (kind == "Strip" and step["stop"]):
+            raise TokenizerError(f"its decoder {kind!r} does not decode tokens one by one, so texts cannot be streamed")
+    return _decoding_by(_decoder_of(described), has_bytes="ByteFallback" in kinds)
+
+
+def _steps(described: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    if described.get("type") == "Sequence":
+        for step in described["decoders"]:
+            yield from _steps(step)
+    else:
+        yield described
+
+
+def _decoder_of(described: Mapping[str, Any]) -> Any:
+    empty = json.loads(Tokenizer(models.BPE()).to_str())
+    return Tokenizer.from_str(json.dumps({**empty, "decoder": described})).decoder
+
+
+def _decoding_by(decoder: Any, *, has_bytes: bool) -> TokenDecoding:
+    """Return a decoding that calls the library's decoder with a token after another one, or with the token alone."""
+    before = "a"
+    skipped = len(decoder.decode([before]))
+
+    def rest(token: str) -> bytes:
+        byte = byte_piece(token) if has_bytes else None
+        text: str = decoder.decode([before, token]) if byte is None else ""
+        return text[skipped:].encode() if byte is None else byte
+
+    def first(token: str) -> bytes:
+        byte = byte_piece(token) if has_bytes else None
+        if byte is not None and byte[0] >= 0x80:
+            return byte
+        text: str = decoder.decode([token])
+        return text.encode()
+
+    return TokenDecoding(rest, first)
+
 
 _Utf8Decoder = codecs.getincrementaldecoder("utf-8")  # looked up once, because every request creates several
 
@@ -89,7 +210,7 @@ class IncrementalDecoder:
         self._utf8 = _Utf8Decoder(errors=table.errors)
         self._has_token = False
         self._has_text = False
-        self._held = ""
+        self._trailing_space = ""
         self._num_spaces = 0
 
     def skip_spaces(self, num_spaces: int) -> None:
@@ -133,9 +254,9 @@ class IncrementalDecoder:
             self._has_text = bool(text) or strips == "one space"
         if strips != "white space":
             return text
-        text = self._held + text
+        text = self._trailing_space + text
         kept = text.rstrip()
-        self._held = text[len(kept) :]
+        self._trailing_space = text[len(kept) :]
         return kept
 
 

@@ -1,7 +1,7 @@
 """Tokenizer: text to token ids and back, with a segmenter and a token table for source and target. Imports no torch.
 
-Models trained by this project use byte-level BPE (byte_bpe.py), encoders optionally WordPiece (word_piece.py). Imported
-models give the same ids and texts as their original tokenizers; open_text.py opens their files.
+Models trained by this project have the vocabularies of subwords.py. Imported models give the same ids and texts as
+their original tokenizers; segmenters.py opens their files.
 """
 
 from __future__ import annotations
@@ -12,13 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from antiphon.errors import TokenizerError as TokenizerError
-from antiphon.text import byte_bpe, word_piece
-from antiphon.text.byte_bpe import MASK_TOKEN as MASK_TOKEN
-from antiphon.text.byte_bpe import SPECIAL_TOKENS as SPECIAL_TOKENS
-from antiphon.text.format import TextFormat
-from antiphon.text.open_text import Vocabularies, open_backend, open_text
-from antiphon.text.segmenters import Encoding
-from antiphon.text.template import LanguageIds, fill
+from antiphon.text import subwords
+from antiphon.text.format import LanguageIds, TextFormat, fill
+from antiphon.text.segmenters import Encoding, Vocabularies, open_backend, open_text
+from antiphon.text.subwords import MASK_TOKEN as MASK_TOKEN
+from antiphon.text.subwords import SPECIAL_TOKENS as SPECIAL_TOKENS
 from antiphon.text.token_table import IncrementalDecoder as IncrementalDecoder
 
 
@@ -45,16 +43,16 @@ class Tokenizer:
     @classmethod
     def of_byte_bpe(cls, backend: Any) -> Tokenizer:
         """Create one from a backend. Raises TokenizerError if it is not byte-level BPE with our special tokens."""
-        tokenizer = cls(byte_bpe.vocabularies_of(backend), backend)
+        tokenizer = cls(subwords.byte_vocabularies(backend), backend)
         ids = map(backend.token_to_id, SPECIAL_TOKENS)
         tokenizer.pad_id, tokenizer.bos_id, tokenizer.eos_id, tokenizer.unk_id = ids
-        tokenizer.mask_id = byte_bpe.mask_id(backend)
+        tokenizer.mask_id = subwords.mask_id(backend)
         return tokenizer
 
     @classmethod
     def load(cls, path: Path) -> Tokenizer:
         """Read a tokenizer.json of byte-level BPE. Raises TokenizerError naming the file."""
-        backend = byte_bpe.read(path)
+        backend = subwords.read_byte_bpe(path)
         try:
             return cls.of_byte_bpe(backend)
         except TokenizerError as error:
@@ -66,13 +64,21 @@ class Tokenizer:
 
         extra_special: special tokens after SPECIAL_TOKENS.
         """
-        return cls.of_byte_bpe(byte_bpe.train(texts, vocab_size, extra_special))
+        return cls.of_byte_bpe(subwords.train_byte_bpe(texts, vocab_size, extra_special))
+
+    @classmethod
+    def train_exact_bpe(cls, texts: Iterable[str], vocab_size: int) -> Tokenizer:
+        """Learn exact BPE from texts until the vocabulary has vocab_size entries, see subwords.py."""
+        backend = subwords.train_exact_bpe(texts, vocab_size)
+        return cls(subwords.exact_vocabularies(backend), backend)
 
     @classmethod
     def train_word_piece(cls, texts: Sequence[str], vocab_size: int) -> Tokenizer:
-        """Learn BERT's WordPiece from texts until the vocabulary has vocab_size entries, see word_piece.py."""
-        backend = word_piece.train(texts, vocab_size)
-        return cls(open_backend(json.loads(backend.to_str()), word_piece.FORMAT, Path("tokenizer.json")), backend)
+        """Learn BERT's WordPiece from texts until the vocabulary has vocab_size entries, see subwords.py."""
+        backend = subwords.train_word_piece(texts, vocab_size)
+        return cls(
+            open_backend(json.loads(backend.to_str()), subwords.WORD_PIECE_FORMAT, Path("tokenizer.json")), backend
+        )
 
     def save(self, path: Path) -> None:
         """Write a tokenizer.json; only for a vocabulary trained here."""
@@ -80,7 +86,7 @@ class Tokenizer:
 
     def merges(self) -> list[tuple[int, int, int]]:
         """Return the ids of each merge: merged token, left part, right part; only for byte-level BPE."""
-        return byte_bpe.merges_of(self._backend)
+        return subwords.merges_of(self._backend)
 
     def normalize(self, text: str) -> str:
         """Return the normalised text, which is equal to `decode(encode(text))`; only for byte-level BPE."""
@@ -182,3 +188,8 @@ def encoder_format(tokenizer: Tokenizer) -> TextFormat:
         pair_start=3,
         mask_id=tokenizer.mask_id,
     )
+
+
+def exact_bpe_format() -> TextFormat:
+    """Return the text format of language models trained by this project: a prompt has the tokens of its text only."""
+    return TextFormat(kind="tokenizers", special_ids=(subwords.EXACT_END_ID,), template=("$text",))

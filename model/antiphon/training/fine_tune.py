@@ -19,7 +19,7 @@ from antiphon.architecture.heads import HeadConfig
 from antiphon.bundle.manifest import Provenance
 from antiphon.errors import CheckpointError, RecipeError
 from antiphon.ops.attention import Backend
-from antiphon.text.template import fill, num_before
+from antiphon.text.format import fill, num_before
 from antiphon.training.batches import IGNORED_LABEL, EncoderBatch, EncoderExample, collate, plan_lengths
 from antiphon.training.corpus import Labelled, Part, Parts, Tagged, read_labelled, read_parts, read_tagged
 from antiphon.training.losses import EncoderLoss, label_accuracy

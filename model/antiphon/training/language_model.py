@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from antiphon.architecture.config import ModelConfig
 from antiphon.errors import CheckpointError, RecipeError
-from antiphon.text.exact_bpe import END_ID, exact_bpe_format, train_exact_bpe
-from antiphon.text.tokenizer import Tokenizer
+from antiphon.text.subwords import EXACT_END_ID
+from antiphon.text.tokenizer import Tokenizer, exact_bpe_format
 from antiphon.training.batches import IGNORED_LABEL
 from antiphon.training.corpus import Part, read_running_text
 from antiphon.training.losses import linear_cross_entropy
@@ -131,7 +131,9 @@ class LanguageModelTask(TransformerTask[LanguageModelRecipe]):
             raise CheckpointError(f"--init: architecture={init.config.architecture!r}; it must be 'decoder'")
         texts = read_running_text(recipe.data, folders.data)
         self.text = exact_bpe_format() if init is None else init.text
-        self.tokenizer = run_tokenizer(folders, lambda: train_exact_bpe([texts["train"]], recipe.vocab_size), self.text)
+        self.tokenizer = run_tokenizer(
+            folders, lambda: Tokenizer.train_exact_bpe([texts["train"]], recipe.vocab_size), self.text
+        )
         self.config = self._config() if init is None else init.config
         self.tokens: dict[Part, Tensor] = {
             part: torch.tensor(self.tokenizer.encode(text)) for part, text in texts.items()
@@ -141,7 +143,7 @@ class LanguageModelTask(TransformerTask[LanguageModelRecipe]):
     def _config(self) -> ModelConfig:
         """Return the recipe's shape. An empty prompt begins with a line break, because texts have no begin token."""
         (line_break,) = self.tokenizer.encode("\n")
-        ids = dict(pad_id=END_ID, bos_id=line_break, eos_id=END_ID, unk_id=END_ID)
+        ids = dict(pad_id=EXACT_END_ID, bos_id=line_break, eos_id=EXACT_END_ID, unk_id=EXACT_END_ID)
         return self.recipe.model_config_for(self.tokenizer.vocab_size, **ids)
 
     def _check_parts(self) -> None:

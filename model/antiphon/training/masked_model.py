@@ -12,9 +12,8 @@ from antiphon.architecture.config import ModelConfig
 from antiphon.architecture.heads import HeadConfig, Task
 from antiphon.errors import CheckpointError, RecipeError
 from antiphon.ops.attention import Backend
-from antiphon.text import word_piece
-from antiphon.text.format import TextFormat
-from antiphon.text.template import fill
+from antiphon.text.format import TextFormat, fill
+from antiphon.text.subwords import WORD_PIECE_FORMAT
 from antiphon.text.tokenizer import MASK_TOKEN, Tokenizer, encoder_format
 from antiphon.training.batches import IGNORED_LABEL, EncoderBatch, EncoderExample, collate, plan_lengths
 from antiphon.training.corpus import Part, is_held_out, read_documents, read_texts
@@ -160,7 +159,7 @@ class PretrainTask(TransformerTask[PretrainRecipe]):
         data = recipe.data
         texts = list(dict.fromkeys(text for file in data.sentences for text in read_texts(folders.data, file)))
         documents = [document for file in data.ordered for document in read_documents(folders.data, file)]
-        new_format = word_piece.FORMAT if recipe.tokenizer == "word_piece" else None
+        new_format = WORD_PIECE_FORMAT if recipe.tokenizer == "word_piece" else None
         self.tokenizer = run_tokenizer(folders, lambda: self._train_tokenizer(texts, documents), new_format)
         self.text = new_format or encoder_format(self.tokenizer) if self.given is None else self.given.text
         self.config = self._config()

@@ -16,8 +16,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, TypeAdapt
 from antiphon.architecture.config import ModelConfig
 from antiphon.architecture.heads import HeadConfig
 from antiphon.errors import RecipeError
-from antiphon.text import word_piece
-from antiphon.text.exact_bpe import SMALLEST_VOCABULARY
+from antiphon.text.subwords import CLS_ID, PAD_ID, SEP_ID, SMALLEST_EXACT_VOCABULARY, UNK_ID
 
 
 class Strict(BaseModel):
@@ -169,9 +168,7 @@ class DataConfig(Strict):
 
 
 RECIPES = Path(__file__).parent / "recipes"
-_WORD_PIECE_IDS = dict(
-    pad_id=word_piece.PAD_ID, bos_id=word_piece.CLS_ID, eos_id=word_piece.SEP_ID, unk_id=word_piece.UNK_ID
-)
+_WORD_PIECE_IDS = dict(pad_id=PAD_ID, bos_id=CLS_ID, eos_id=SEP_ID, unk_id=UNK_ID)
 
 
 class MaskingConfig(Strict):
@@ -359,7 +356,7 @@ class LanguageModelRecipe(_Named):
 
     task: Literal["language-model"]
     data: RunningText
-    vocab_size: int = Field(ge=SMALLEST_VOCABULARY, le=250_000)
+    vocab_size: int = Field(ge=SMALLEST_EXACT_VOCABULARY, le=250_000)
     model: dict[str, object]
 
     def model_config_for(self, vocab_size: int, **ids: int) -> ModelConfig:

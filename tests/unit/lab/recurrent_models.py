@@ -7,7 +7,6 @@ import torch
 
 from antiphon.lab.datasets import ALGORITHM_VOCAB_SIZE, Algorithm, Dataset, Sizes, algorithm_dataset
 from antiphon.lab.recurrent import RecurrentConfig, RecurrentModel
-from antiphon.training.task import Group
 from antiphon.training.recipe import Recipe
 from antiphon.training.task import Group
 

@@ -6,9 +6,8 @@ from torch import Tensor, nn
 
 from antiphon.lab.recurrent import RecurrentModel, RecurrentTask
 from antiphon.lab.sequence_models import gradient_by_distance
-from antiphon.training.translation import (Batch, Example, collate)
 from antiphon.training.task import RunFolders
-from antiphon.training.translation import TranslationTask
+from antiphon.training.translation import Batch, Example, TranslationTask, collate
 from antiphon.transformer.transformer import Transformer
 from tests.unit.lab.recurrent_models import ALONE, SHAPE, small_recipe
 

@@ -10,7 +10,6 @@ from antiphon.checkpoints.checkpoint import load_weights, read_tensors
 from antiphon.errors import CheckpointError, RecipeError
 from antiphon.lab.recurrent import OpenRecurrent, RecurrentTask, load_recurrent
 from antiphon.training.task import RunFolders
-from antiphon.training.translation import TranslationTask
 from antiphon.training.trainer import Trainer
 from antiphon.training.translation import TranslationTask
 from tests.unit.lab.recurrent_models import ALONE, SHAPE, small_recipe

@@ -11,10 +11,9 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models, normalizers, pre_tokenizers
 
 from antiphon.errors import TokenizerError
-from antiphon.text.format import TextFormat
+from antiphon.text.format import LanguageIds, TextFormat, UnknownLanguageError, fill, language_id, num_before
 from antiphon.text.segmenters import Backend as BackendSegmenter
 from antiphon.text.segmenters import Bytes, Segmenter, WholeTokens, Words
-from antiphon.text.template import LanguageIds, UnknownLanguageError, fill, language_id, num_before
 from antiphon.text.token_table import IncrementalDecoder, Strips, table_of
 from antiphon.text.tokenizer import open_tokenizer
 

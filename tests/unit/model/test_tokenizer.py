@@ -31,7 +31,7 @@ AWKWARD = [
 
 
 def expected_normal_form(text: str) -> str:
-    """Return the normal form that the docstring of byte_bpe.py describes, computed without the library."""
+    """Return the normal form that the docstring of subwords.py describes, computed without the library."""
     return " ".join(unicodedata.normalize("NFC", text).split())
 
 

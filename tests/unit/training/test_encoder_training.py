@@ -15,7 +15,7 @@ from antiphon.architecture.heads import FIRST_TOKEN_TASKS
 from antiphon.checkpoints.checkpoint import load_checkpoint, read_tensors
 from antiphon.cli.main import main
 from antiphon.errors import RecipeError
-from antiphon.text.template import fill
+from antiphon.text.format import fill
 from antiphon.training.batches import IGNORED_LABEL
 from antiphon.training.command import frozen
 from antiphon.training.corpus import Part, Tagged

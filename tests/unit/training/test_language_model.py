@@ -16,8 +16,8 @@ from antiphon.architecture.config import preset
 from antiphon.checkpoints.checkpoint import load_checkpoint, read_tensors
 from antiphon.cli.main import main
 from antiphon.errors import CheckpointError, RecipeError
-from antiphon.text.exact_bpe import END_ID, exact_bpe_format, train_exact_bpe
-from antiphon.text.tokenizer import Tokenizer, open_tokenizer
+from antiphon.text.subwords import EXACT_END_ID
+from antiphon.text.tokenizer import Tokenizer, exact_bpe_format, open_tokenizer
 from antiphon.training.batches import IGNORED_LABEL
 from antiphon.training.corpus import read_running_text
 from antiphon.training.language_model import LanguageModelTask, Windows, adjacent_starts, language_loss, shuffled_starts
@@ -39,7 +39,7 @@ class Killed(Exception):
 
 def exact_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
     """Return a tokenizer as training opens it, from its file."""
-    train_exact_bpe([running_text()], vocab_size).save(folder / "tokenizer.json")
+    Tokenizer.train_exact_bpe([running_text()], vocab_size).save(folder / "tokenizer.json")
     return open_tokenizer(folder, exact_bpe_format())
 
 
@@ -49,7 +49,7 @@ def test_smallest_vocabulary_has_a_token_for_each_byte(tmp_path: Path) -> None:
     ids = tokenizer.encode(text)
     assert [tokenizer.bytes_of([index]) for index in ids] == [bytes([byte]) for byte in text.encode()]
     assert tokenizer.decode(ids) == text
-    assert END_ID not in ids
+    assert EXACT_END_ID not in ids
 
 
 def test_merges_shorten_a_text_and_keep_it_exact(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from antiphon.lab.experiments.ablations import data_folder, last_record
 from antiphon.lab.report import Panel, bars, panels
 from antiphon.lab.served import GRAPH, PRECISION, SERVED, classifier_costs
 from antiphon.lab.trial import Figures, Trial
-from antiphon.training.corpus import (read_labelled, read_parts)
+from antiphon.training.corpus import read_labelled, read_parts
 from antiphon.training.recipe import FineTuneRecipe, PretrainRecipe, load_any_recipe
 
 BERT, STUDENT = "BERT", "DistilBERT"

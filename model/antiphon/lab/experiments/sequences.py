@@ -17,7 +17,7 @@ from antiphon.lab.report import bars, curves
 from antiphon.lab.scan import SPLITS, Split, scan_dataset
 from antiphon.lab.sequence_models import OPEN_TASKS, PEAK_LR, SCAN_LENS, load_sequence_model, sequence_recipe
 from antiphon.lab.trial import Figures, Trial
-from antiphon.training.corpus import (Pair, load_corpus)
+from antiphon.training.corpus import Pair, load_corpus
 from antiphon.training.recipe import Recipe
 
 MODELS = tuple(OPEN_TASKS)

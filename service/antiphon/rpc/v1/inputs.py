@@ -22,8 +22,7 @@ from antiphon.architecture.config import ModelConfig
 from antiphon.domain.errors import InvalidArgument, InWords, TooManyTexts
 from antiphon.domain.sampling_params import Controls
 from antiphon.rpc.v1.languages import NO_LANGUAGES, RequestLanguages
-from antiphon.text.format import TextFormat
-from antiphon.text.template import LanguageIds, fill, num_before
+from antiphon.text.format import LanguageIds, TextFormat, fill, num_before
 from antiphon.text.tokenizer import Tokenizer
 from antiphon.v1 import inference_pb2 as pb
 

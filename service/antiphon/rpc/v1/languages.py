@@ -10,8 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from antiphon.domain.errors import InvalidArgument
 from antiphon.domain.sampling_params import SamplingParams
-from antiphon.text.format import TextFormat
-from antiphon.text.template import LanguageIds, UnknownLanguageError, language_id
+from antiphon.text.format import LanguageIds, TextFormat, UnknownLanguageError, language_id
 from antiphon.v1 import inference_pb2 as pb
 
 HasOptions = pb.GenerateRequest | pb.GenerateUnaryRequest | pb.NextTokenRequest

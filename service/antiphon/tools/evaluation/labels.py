@@ -15,7 +15,7 @@ from antiphon.bundle.manifest import Bundle, Measure
 from antiphon.domain.request import Arrival, EncoderOutputs, Request, Task
 from antiphon.errors import RecipeError
 from antiphon.runtime.native import EncoderRunner
-from antiphon.text.template import fill, num_before
+from antiphon.text.format import fill, num_before
 from antiphon.text.tokenizer import open_tokenizer
 from antiphon.tools.offline import answer_all
 from antiphon.training.corpus import Labelled, Part, Tagged, part_of, read_labelled, read_parts, read_tagged

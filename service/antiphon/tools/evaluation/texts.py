@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from antiphon.bundle.manifest import Bundle, Measure
 from antiphon.domain.request import Arrival, Request, Task
 from antiphon.runtime.lanes import AnyRunner
-from antiphon.text.format import TextFormat
-from antiphon.text.template import fill, num_before
+from antiphon.text.format import TextFormat, fill, num_before
 from antiphon.text.tokenizer import Tokenizer, open_tokenizer
 from antiphon.tools.offline import answer_all
 from antiphon.training.scores import text_loss

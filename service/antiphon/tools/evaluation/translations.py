@@ -21,8 +21,7 @@ from antiphon.domain.request import Arrival, Request, Task
 from antiphon.domain.sampling_params import SamplingParams
 from antiphon.rpc.v1.languages import RequestLanguages
 from antiphon.runtime.lanes import AnyRunner
-from antiphon.text.format import TextFormat
-from antiphon.text.template import LanguageIds
+from antiphon.text.format import LanguageIds, TextFormat
 from antiphon.text.tokenizer import Tokenizer, encode_sources
 from antiphon.tools.offline import answer_all
 from antiphon.training.corpus import Pair
