@@ -2,7 +2,7 @@
 
 All are written beside their sources, where the checkout imports them from, and are never committed. Run as a
 script it builds them in place; with the argument "engine" only the engine, which depends on the version of Python.
-Knows nothing of the Makefile, and imports nothing of antiphon.
+Knows nothing of the Makefile, and imports nothing of antiphon: another process writes the header of the nodes for GPUs.
 """
 
 from __future__ import annotations
@@ -129,6 +129,7 @@ def compile_native(root: Path, library: Path = NATIVE_LIBRARY, flags: Sequence[s
         sources = [source for source in sources if source.name not in INSTRUCTION_SETS]
     extra = [*flags, *shlex.split(os.environ.get("CXXFLAGS", ""))]
     with tempfile.TemporaryDirectory() as objects, ThreadPoolExecutor(os.cpu_count()) as pool:
+        extra += _cuda_nodes(root, Path(objects))
         outputs = list(pool.map(lambda source: _compile(source, compiler, extra, root, Path(objects)), sources))
         # A running server may have the old library mapped: write a new file and swap it in.
         unfinished = library.with_suffix(".so.new")
@@ -201,6 +202,13 @@ def _compile(source: Path, compiler: Sequence[str], extra: Sequence[str], root: 
     flags = [*NATIVE_FLAGS, *INSTRUCTION_SETS.get(source.name, ()), *extra]
     _call([*compiler, *flags, "-c", "-o", target, str(source.relative_to(root))], root, compiler[0])
     return target
+
+
+def _cuda_nodes(root: Path, folder: Path) -> list[str]:
+    """Write cuda_nodes.h from the declarations of the nodes for GPUs; return the flags by which sources find it."""
+    command = [sys.executable, "-m", "antiphon.ops.cuda.node_header", str(folder / "cuda_nodes.h")]
+    _call(command, root, "node_header", os.environ | {"PYTHONPATH": str(root / SOURCE_ROOTS[2])})
+    return [f"-I{folder}", f"-I{NATIVE_SOURCES[1]}"]
 
 
 def _environment_program(name: str) -> str:

@@ -13,7 +13,7 @@ from onnx import TensorProto, helper
 from torch import Tensor
 
 from antiphon.ops.cuda.driver import CudaDevice
-from antiphon.ops.operator import Node, Output
+from antiphon.ops.cuda.nodes import CudaNode
 from antiphon.ops.workspace import LIBRARY
 from tests.cuda.standin.device import StandIn
 
@@ -114,7 +114,7 @@ def restored(standin: StandIn, device: CudaDevice) -> Iterator[None]:
         device.load_kernels(standin.kernels)
 
 
-def one_node(node: Node, arguments: Mapping[str, Any], dtype: torch.dtype) -> onnx.ModelProto:
+def one_node(node: CudaNode, arguments: Mapping[str, Any], dtype: torch.dtype) -> onnx.ModelProto:
     """Return a graph of one node of nodes.py; its outputs without the workspace are those of the graph."""
     given = [each.name for each in node.inputs if arguments.get(each.name) is not None]
     names = [each.name if each.name in given else "" for each in node.inputs]
@@ -122,13 +122,8 @@ def one_node(node: Node, arguments: Mapping[str, Any], dtype: torch.dtype) -> on
     attributes = {each.name: _attribute(arguments[each.name]) for each in node.attributes}
     made = helper.make_node(node.name, names, outputs, domain="antiphon", **attributes)
     inputs = [_value(name, ONNX_TYPES[arguments[name].dtype], arguments[name].dim()) for name in given]
-    results = [_value(each.name, _type_of(each.kind, dtype), _rank(each.axes)) for each in results_of(node)]
+    results = [_value(each.name, _type_of(each.kind, dtype), _rank(each.axes)) for each in node.results]
     return model_of([made], inputs, results)
-
-
-def results_of(node: Node) -> list[Output]:
-    """Return the outputs of a node that are not workspace."""
-    return [each for each in node.outputs if not each.meaning.startswith("workspace")]
 
 
 def model_of(nodes: list[Any], inputs: list[Any], outputs: list[Any], weights: Sequence[Any] = ()) -> onnx.ModelProto:

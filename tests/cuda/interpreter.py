@@ -19,13 +19,19 @@ import torch
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, TensorHandle
 
-from antiphon.ops.cuda.kernel_list import Kernel, Variant, variants
+from antiphon.ops.cuda.nodes import Kernel, Variant, variants
 
 Grid = tuple[int, int, int]
 Order = Callable[[list[Grid]], list[Grid]]
 """Returns the programs of a grid in the order in which they run."""
 
-_POINTER_TYPES = {"i32": torch.int32, "i64": torch.int64, "fp32": torch.float32}
+_POINTER_TYPES = {
+    "*i32": torch.int32,
+    "*i64": torch.int64,
+    "*fp32": torch.float32,
+    "*fp16": torch.float16,
+    "*bf16": torch.bfloat16,
+}
 
 
 class _Pointer:
@@ -45,17 +51,16 @@ def in_order(programs: list[Grid]) -> list[Grid]:
 
 
 def launch(name: str, grid: Grid, arguments: Sequence[int | float], order: Order = in_order) -> None:
-    """Run one variant of kernel_list.py; arguments in the order of its parameters, pointers as addresses."""
+    """Run one variant of nodes.py; arguments in the order of its parameters, pointers as addresses."""
     variant = _variant(name)
-    given = zip(variant.kernel.parameters, arguments, strict=True)
-    values = [
-        _Pointer(int(value), _POINTER_TYPES.get(parameter.type) or getattr(torch, variant.element_type))
-        if parameter.is_pointer
-        else value
-        for parameter, value in given
-    ]
-    names = [parameter.name for parameter in variant.kernel.parameters]
-    converted = {key: interpreter._implicit_cvt(value) for key, value in zip(names, values, strict=True)}
+    types = variant.signature
+    names = [parameter.name for parameter in variant.parameters]
+    converted = {
+        key: interpreter._implicit_cvt(
+            _Pointer(int(value), _POINTER_TYPES[types[key]]) if types[key].startswith("*") else value
+        )
+        for key, value in zip(names, arguments, strict=True)
+    }
     programs = order(list(itertools.product(range(grid[0]), range(grid[1]), range(grid[2]))))
     _run(_function(variant.kernel).rewrite(), grid, programs, converted | variant.constants)
 

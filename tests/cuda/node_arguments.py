@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from antiphon.ops.cuda.nodes import PADDING, PREVIOUS, TILE
+from antiphon.ops.cuda import PADDING, PREVIOUS, TILE
 from tests.cuda.test_kernels import Arguments, Draw, Pool
 
 

@@ -6,187 +6,108 @@ name, None where an optional one is absent, and its attributes.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from antiphon.ops.cuda.kernel_list import HEAD_WIDTHS, VOCABULARY_PART
-from antiphon.ops.cuda.nodes import ACTIVATIONS
+from antiphon.ops.cuda.nodes import ACTIVATIONS, BLOCK, HEAD_WIDTHS, NODES, VOCABULARY_PART, Kernel
 from tests.cuda.interpreter import Grid, Order, in_order, launch
 
 INT_POISON = -(2**31) + 7
+_KERNELS = {kernel.name: (node, kernel) for node in NODES for kernel in node.kernels}
 
 
-def embed(
-    tokens: Tensor,
-    positions: Tensor,
-    weight: Tensor,
-    position_table: Tensor | None = None,
-    rows: Tensor | None = None,
-    previous: Tensor | None = None,
-    types: Tensor | None = None,
-    type_table: Tensor | None = None,
-    *,
-    scale: float,
-    order: Order = in_order,
-) -> Tensor:
-    width = weight.shape[1]
-    out = poisoned((len(tokens), width), weight.dtype)
-    flags = flags_of(position_table, previous, types)
-    tensors = (out, tokens, positions, weight, position_table, rows, previous, types, type_table)
-    _launch("embed", weight.dtype, (len(tokens), 1, 1), tensors, (width, scale, flags), order)
+def embed(*, order: Order = in_order, **given: Any) -> Tensor:
+    count, (_, width), dtype = len(given["tokens"]), given["weight"].shape, given["weight"].dtype
+    out = poisoned((count, width), dtype)
+    _launch("embed", dtype, (count, 1, 1), given | {"out": out, "width": width}, order)
     return out
 
 
-def add_norm(
-    x: Tensor,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    weight: Tensor | None = None,
-    norm_bias: Tensor | None = None,
-    *,
-    epsilon: float,
-    kind: str,
-    order: Order = in_order,
-) -> tuple[Tensor, Tensor]:
+def add_norm(*, order: Order = in_order, **given: Any) -> tuple[Tensor, Tensor]:
+    x = given["x"]
     normed, total = poisoned(x.shape, x.dtype), poisoned(x.shape, x.dtype)
-    flags = flags_of(bias, residual, weight, norm_bias, kind == "rms")
-    tensors = (normed, total, x, bias, residual, weight, norm_bias)
-    _launch("add_norm", x.dtype, (len(x), 1, 1), tensors, (x.shape[1], epsilon, flags), order)
+    values = given | {"normed": normed, "total": total, "width": x.shape[1]}
+    _launch("add_norm", x.dtype, (len(x), 1, 1), values, order)
     return normed, total
 
 
-def activate(x: Tensor, bias: Tensor | None = None, *, activation: str, gated: bool, order: Order = in_order) -> Tensor:
-    width = x.shape[1] // (2 if gated else 1)
+def activate(*, order: Order = in_order, **given: Any) -> Tensor:
+    x = given["x"]
+    width = x.shape[1] // (2 if given["gated"] else 1)
     out = poisoned((len(x), width), x.dtype)
-    numbers = (width, ACTIVATIONS.index(activation), flags_of(bias, gated))
-    _launch("activate", x.dtype, (len(x), -(-width // 1024), 1), (out, x, bias), numbers, order)
+    values = given | {"out": out, "width": width, "activation": ACTIVATIONS.index(given["activation"])}
+    _launch("activate", x.dtype, (len(x), -(-width // BLOCK), 1), values, order)
     return out
 
 
-def rotary(
-    qkv: Tensor, bias: Tensor | None, positions: Tensor, table: Tensor, *, num_heads: int, order: Order = in_order
-) -> Tensor:
+def rotary(*, order: Order = in_order, **given: Any) -> Tensor:
+    qkv = given["qkv"]
     out = poisoned(qkv.shape, qkv.dtype)
-    numbers = (num_heads, table.shape[1], flags_of(bias))
-    _launch("rotary", qkv.dtype, (len(qkv), 3 * num_heads, 1), (out, qkv, bias, positions, table), numbers, order)
+    values = given | {"out": out, "width": given["table"].shape[1]}
+    _launch("rotary", qkv.dtype, (len(qkv), 3 * given["num_heads"], 1), values, order)
     return out
 
 
-def packed_attention(
-    qkv: Tensor,
-    bias: Tensor | None,
-    offsets: Tensor,
-    tiles: Tensor,
-    bias_table: Tensor | None = None,
-    slopes: Tensor | None = None,
-    *,
-    num_heads: int,
-    scale: float,
-    causal: bool,
-    order: Order = in_order,
-) -> Tensor:
-    width = qkv.shape[1] // (3 * num_heads)
-    out = poisoned((len(qkv), num_heads * width), qkv.dtype)
-    numbers = (num_heads, width, reach_of(bias_table), scale, flags_of(bias, bias_table, slopes, causal))
-    tensors = (out, qkv, bias, offsets, tiles, bias_table, slopes)
-    _launch("packed_attention", qkv.dtype, (len(tiles), num_heads, 1), tensors, numbers, order, width)
+def packed_attention(*, order: Order = in_order, **given: Any) -> Tensor:
+    qkv, heads = given["qkv"], given["num_heads"]
+    width = qkv.shape[1] // (3 * heads)
+    out = poisoned((len(qkv), heads * width), qkv.dtype)
+    values = given | {"out": out, "width": width, "reach": reach_of(given["bias_table"])}
+    _launch("packed_attention", qkv.dtype, (len(given["tiles"]), heads, 1), values, order, width)
     return out
 
 
-def paged_write(
-    kv: Tensor,
-    bias: Tensor | None,
-    cache: Tensor,
-    tables: Tensor,
-    rows: Tensor,
-    positions: Tensor,
-    *,
-    num_heads: int,
-    layer: int,
-    order: Order = in_order,
-) -> Tensor:
-    width = cache.shape[5]
+def paged_write(*, order: Order = in_order, **given: Any) -> Tensor:
+    kv, heads = given["kv"], given["num_heads"]
     written = torch.full((1,), INT_POISON, dtype=torch.int32)
-    parts = kv.shape[1] // (num_heads * width)
-    numbers = (parts, tables.shape[1], num_heads, width, cache.shape[1], layer, flags_of(bias))
-    tensors = (written, cache, kv, bias, tables, rows, positions)
-    _launch("paged_write", kv.dtype, (len(kv), num_heads, 1), tensors, numbers, order)
+    sizes = cache_sizes(given)
+    values = given | sizes | {"written": written, "parts": kv.shape[1] // (heads * sizes["width"])}
+    _launch("paged_write", kv.dtype, (len(kv), heads, 1), values, order)
     return written
 
 
-def paged_attention(
-    query: Tensor,
-    bias: Tensor | None,
-    cache: Tensor,
-    tables: Tensor,
-    rows: Tensor,
-    lengths: Tensor,
-    written: Tensor | None = None,
-    bias_table: Tensor | None = None,
-    slopes: Tensor | None = None,
-    *,
-    num_heads: int,
-    scale: float,
-    layer: int,
-    num_splits: int = 1,
-    order: Order = in_order,
-) -> Tensor:
-    del written  # an order of nodes only
-    width, num_tokens = cache.shape[5], len(query)
-    out = poisoned((num_tokens, num_heads * width), query.dtype)
-    sums = poisoned((num_tokens, num_heads, num_splits, width + 2), torch.float32)
-    numbers = (
-        tables.shape[1], query.shape[1], num_heads, width, cache.shape[1], layer, reach_of(bias_table), num_splits,
-        scale, flags_of(bias, bias_table, slopes),
-    )  # fmt: skip
-    tensors = (out, sums, query, bias, cache, tables, rows, lengths, bias_table, slopes)
-    grid = (num_tokens, num_heads, num_splits)
-    _launch("paged_attention", query.dtype, grid, tensors, numbers, order, width)
+def paged_attention(*, num_splits: int = 1, order: Order = in_order, **given: Any) -> Tensor:
+    query, heads, sizes = given["query"], given["num_heads"], cache_sizes(given)
+    num_tokens, width = len(query), sizes["width"]
+    out = poisoned((num_tokens, heads * width), query.dtype)
+    sums = poisoned((num_tokens, heads, num_splits, width + 2), torch.float32)
+    values = given | sizes | {"out": out, "sums": sums, "num_splits": num_splits}
+    values |= {"query_stride": query.shape[1], "reach": reach_of(given["bias_table"])}
+    _launch("paged_attention", query.dtype, (num_tokens, heads, num_splits), values, order, width)
     if num_splits > 1:
-        grid = (num_tokens, num_heads, 1)
-        _launch("merge_splits", query.dtype, grid, (out, sums), (num_heads, width, num_splits), order, width)
+        _launch("merge_splits", query.dtype, (num_tokens, heads, 1), values, order, width)
     return out
 
 
-def pick(hidden: Tensor, picks: Tensor, *, order: Order = in_order) -> Tensor:
+def pick(*, order: Order = in_order, **given: Any) -> Tensor:
+    hidden, picks = given["hidden"], given["picks"]
     out = poisoned((len(picks), hidden.shape[1]), hidden.dtype)
-    _launch("pick", hidden.dtype, (len(picks), 1, 1), (out, hidden, picks), (hidden.shape[1],), order)
+    _launch("pick", hidden.dtype, (len(picks), 1, 1), given | {"out": out, "width": hidden.shape[1]}, order)
     return out
 
 
-def sample(
-    logits: Tensor,
-    bias: Tensor | None,
-    positions: Tensor,
-    float_params: Tensor,
-    int_params: Tensor,
-    edit_offsets: Tensor,
-    edit_ids: Tensor,
-    edit_rounds: Tensor,
-    edit_values: Tensor,
-    candidates: Tensor,
-    *,
-    order: Order = in_order,
-) -> tuple[Tensor, ...]:
-    (count, vocab_size), wanted = logits.shape, len(candidates)
-    num_parts, flags = -(-vocab_size // VOCABULARY_PART), flags_of(bias)
-    values, parts = poisoned(logits.shape, torch.float32), poisoned((count, num_parts, 3), torch.float32)
-    reduced = (parts, values, logits, bias, float_params, int_params, edit_offsets)
-    _launch("vocabulary", logits.dtype, (count, num_parts, 1), reduced, (vocab_size, flags), order)
-    outputs = (
-        torch.full((count,), INT_POISON, dtype=torch.int32),
-        poisoned((count,), torch.float32),
-        torch.full((count, wanted), INT_POISON, dtype=torch.int32),
-        poisoned((count, wanted), torch.float32),
-        poisoned((count, wanted), torch.float32),
-    )
-    params = (float_params, int_params, edit_offsets, edit_ids, edit_rounds, edit_values)
-    numbers = (vocab_size, num_parts, wanted, flags)
-    tensors = (*outputs, values, parts, logits, bias, positions, *params)
-    _launch("sample", logits.dtype, (count, 1, 1), tensors, numbers, order)
-    return outputs
+def sample(*, order: Order = in_order, **given: Any) -> tuple[Tensor, ...]:
+    logits, (count, vocab_size), wanted = given["logits"], given["logits"].shape, len(given["candidates"])
+    num_parts = -(-vocab_size // VOCABULARY_PART)
+    outputs = {
+        "token_ids": torch.full((count,), INT_POISON, dtype=torch.int32),
+        "logprobs": poisoned((count,), torch.float32),
+        "top_ids": torch.full((count, wanted), INT_POISON, dtype=torch.int32),
+        "top_logprobs": poisoned((count, wanted), torch.float32),
+        "top_scores": poisoned((count, wanted), torch.float32),
+    }
+    workspace = {
+        "values": poisoned(logits.shape, torch.float32),
+        "parts": poisoned((count, num_parts, 3), torch.float32),
+    }
+    sizes = {"vocab_size": vocab_size, "num_parts": num_parts, "num_candidates": wanted}
+    values = given | outputs | workspace | sizes
+    _launch("vocabulary", logits.dtype, (count, num_parts, 1), values, order)
+    _launch("sample", logits.dtype, (count, 1, 1), values, order)
+    return tuple(outputs.values())
 
 
 def poisoned(shape: Any, dtype: torch.dtype) -> Tensor:
@@ -194,9 +115,10 @@ def poisoned(shape: Any, dtype: torch.dtype) -> Tensor:
     return torch.full(tuple(shape), float("nan"), dtype=dtype)
 
 
-def flags_of(*given: Tensor | bool | None) -> int:
-    """Return the bits of what is present: 1 for the first, 2 for the second, and so on."""
-    return sum(1 << index for index, one in enumerate(given) if one is not None and one is not False)
+def cache_sizes(given: Mapping[str, Any]) -> dict[str, int]:
+    """Return the numbers that describe the cache and its tables."""
+    cache = given["cache"]
+    return {"table_width": given["tables"].shape[1], "num_layers": cache.shape[1], "width": cache.shape[5]}
 
 
 def reach_of(bias_table: Tensor | None) -> int:
@@ -204,19 +126,36 @@ def reach_of(bias_table: Tensor | None) -> int:
     return 0 if bias_table is None else bias_table.shape[1] // 2
 
 
+def flags_of(kernel: Kernel, values: Mapping[str, Any]) -> int:
+    """Return the bits of the flags that are set."""
+    return sum(1 << index for index, flag in enumerate(kernel.flags) if _is_set(flag, values))
+
+
+def _is_set(flag: str, values: Mapping[str, Any]) -> bool:
+    name, is_compared, value = flag.partition("=")
+    if is_compared:
+        return bool(values[name] == value)
+    return all(values.get(part) is not None and values[part] is not False for part in flag.split("&"))
+
+
 def _launch(
-    kernel: str,
+    name: str,
     dtype: torch.dtype,
     grid: Grid,
-    tensors: tuple[Tensor | None, ...],
-    numbers: tuple[int | float, ...],
+    values: Mapping[str, Any],
     order: Order,
     head_width: int | None = None,
 ) -> None:
-    name = f"{kernel}.{str(dtype).removeprefix('torch.')}"
+    """Launch a kernel with values by the names of its parameters."""
+    node, kernel = _KERNELS[name]
+    variant = f"{name}.{str(dtype).removeprefix('torch.')}"
     if head_width is not None:
-        name += f".{next(width for width in HEAD_WIDTHS if width >= head_width)}"
-    for tensor in tensors:
-        assert tensor is None or tensor.is_contiguous()
-    addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-    launch(name, grid, [*addresses, *numbers], order)
+        variant += f".{next(width for width in HEAD_WIDTHS if width >= head_width)}"
+    arguments = []
+    for parameter in node.parameters(kernel):
+        value = flags_of(kernel, values) if parameter.name == "flags" else values.get(parameter.name)
+        if isinstance(value, Tensor):
+            assert value.is_contiguous()
+            value = value.data_ptr()
+        arguments.append(0 if value is None else value)
+    launch(variant, grid, arguments, order)

@@ -13,9 +13,16 @@ from collections.abc import Mapping
 import pytest
 
 from antiphon.errors import BudgetError
-from antiphon.ops.cuda.kernel_list import ARCHITECTURES, KERNELS, variants
-from antiphon.ops.cuda.library_file import Image, library_name, read_library
-from antiphon.ops.cuda.resource_usage import ResourceUsage, check_budget, instructions_of, usage_of
+from antiphon.ops.cuda import ARCHITECTURES, library_name
+from antiphon.ops.cuda.compile_kernels import (
+    Image,
+    ResourceUsage,
+    check_budget,
+    instructions_of,
+    read_library,
+    usage_of,
+)
+from antiphon.ops.cuda.nodes import NODES, variants
 
 # Registers of a thread that leave room for two programs of four warps beside each other where memory is the limit.
 MEMORY_BOUND_REGISTERS = 128
@@ -71,7 +78,9 @@ def test_kernels_load_16_bytes_at_once(compiled: Compiled, architecture: int, na
 
 def test_a_library_file_returns_what_was_written(compiled: Compiled) -> None:
     for images in compiled.values():
-        assert {image.variant.kernel.name for image in images.values()} == {kernel.name for kernel in KERNELS}
+        assert {image.variant.kernel.name for image in images.values()} == {
+            kernel.name for node in NODES for kernel in node.kernels
+        }
         assert all(image.code.startswith(b"\x7fELF") and image.num_warps in (1, 4, 8) for image in images.values())
 
 

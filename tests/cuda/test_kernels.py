@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from antiphon.ops.cuda import references
-from antiphon.ops.cuda.nodes import ACTIVATIONS, NODES, PADDING, PREVIOUS, TILE
+from antiphon.ops.cuda import PADDING, PREVIOUS, TILE, references
+from antiphon.ops.cuda.nodes import ACTIVATIONS, NODES
 from tests.cuda import node_launches
 from tests.cuda.interpreter import Grid
 

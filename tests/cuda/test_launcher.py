@@ -18,12 +18,11 @@ from onnx import helper, numpy_helper
 from torch import Tensor
 
 from antiphon.errors import CudaError
+from antiphon.ops.cuda.compile_kernels import VERSION
 from antiphon.ops.cuda.driver import CudaDevice
-from antiphon.ops.cuda.library_file import VERSION
-from antiphon.ops.cuda.nodes import NODES
-from antiphon.ops.operator import Node
+from antiphon.ops.cuda.nodes import NODES, CudaNode
 from tests.cuda import node_launches
-from tests.cuda.device_graphs import ONNX_TYPES, DeviceGraph, Outputs, model_of, one_node, restored, results_of
+from tests.cuda.device_graphs import ONNX_TYPES, DeviceGraph, Outputs, model_of, one_node, restored
 from tests.cuda.node_arguments import ARGUMENTS, paged_attention_arguments, pick_arguments
 from tests.cuda.standin.device import StandIn, write_kernels
 from tests.cuda.test_kernels import DTYPES, Arguments, Draw
@@ -43,12 +42,12 @@ def only_our_kernels(standin: StandIn, device: CudaDevice) -> Iterator[None]:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("node", NODES, ids=lambda node: node.name)
-def test_node_equals_its_kernels(device: CudaDevice, node: Node, dtype: torch.dtype) -> None:
+def test_node_equals_its_kernels(device: CudaDevice, node: CudaNode, dtype: torch.dtype) -> None:
     check(device, node, ARGUMENTS[node.name](Draw(1, dtype)), dtype)
 
 
 @pytest.mark.parametrize("node", NODES, ids=lambda node: node.name)
-def test_node_equals_its_kernels_without_optional_inputs(device: CudaDevice, node: Node) -> None:
+def test_node_equals_its_kernels_without_optional_inputs(device: CudaDevice, node: CudaNode) -> None:
     dtype = torch.bfloat16
     arguments = ARGUMENTS[node.name](Draw(2, dtype))
     arguments |= {given.name: None for given in node.inputs if given.optional}
@@ -204,14 +203,14 @@ def test_device_needs_a_driver() -> None:
     assert re.search(r"CudaError: no NVIDIA driver: libcuda\.so\.1: cannot open shared object file", result.stderr)
 
 
-def check(device: CudaDevice, node: Node, arguments: Arguments, dtype: torch.dtype, **launch: Any) -> None:
+def check(device: CudaDevice, node: CudaNode, arguments: Arguments, dtype: torch.dtype, **launch: Any) -> None:
     """Run a graph of one node, and compare every result, and inputs that it changes, with its kernels."""
     expected_arguments = {
         name: value.clone() if isinstance(value, Tensor) else value for name, value in arguments.items()
     }
     expected = getattr(node_launches, function_of(node))(**expected_arguments, **launch)
     expected = expected if isinstance(expected, tuple) else (expected,)
-    results = [each.name for each in results_of(node)]
+    results = [each.name for each in node.results]
     shapes = {name: (result.dtype, tuple(result.shape)) for name, result in zip(results, expected, strict=True)}
     graph = run_node(device, node, arguments, dtype, shapes)
     for name, result in zip(results, expected, strict=True):
@@ -221,7 +220,9 @@ def check(device: CudaDevice, node: Node, arguments: Arguments, dtype: torch.dty
             equal(graph.read(given.name), expected_arguments[given.name])
 
 
-def run_node(device: CudaDevice, node: Node, arguments: Arguments, dtype: torch.dtype, outputs: Outputs) -> DeviceGraph:
+def run_node(
+    device: CudaDevice, node: CudaNode, arguments: Arguments, dtype: torch.dtype, outputs: Outputs
+) -> DeviceGraph:
     """Return a graph of one node that has run once."""
     graph = DeviceGraph(device, one_node(node, arguments, dtype), outputs)
     feed(graph, node, arguments)
@@ -229,24 +230,24 @@ def run_node(device: CudaDevice, node: Node, arguments: Arguments, dtype: torch.
     return graph
 
 
-def ones_of(node: Node) -> Outputs:
+def ones_of(node: CudaNode) -> Outputs:
     """Return outputs of the right types and ranks, whose axes have size 1."""
-    kinds = {each.name: torch.int32 if each.kind == "int32" else torch.float32 for each in results_of(node)}
-    return {each.name: (kinds[each.name], (1,) * (each.axes.count(",") + 1)) for each in results_of(node)}
+    kinds = {each.name: torch.int32 if each.kind == "int32" else torch.float32 for each in node.results}
+    return {each.name: (kinds[each.name], (1,) * (each.axes.count(",") + 1)) for each in node.results}
 
 
 def equal(ours: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(ours, expected, atol=0, rtol=0, equal_nan=True)
 
 
-def feed(graph: DeviceGraph, node: Node, arguments: Arguments) -> None:
+def feed(graph: DeviceGraph, node: CudaNode, arguments: Arguments) -> None:
     """Copy a node's inputs to the device."""
     for given in node.inputs:
         if arguments[given.name] is not None:
             graph.write(given.name, arguments[given.name])
 
 
-def function_of(node: Node) -> str:
+def function_of(node: CudaNode) -> str:
     """Return the name in node_launches.py: paged_attention of CudaPagedAttention."""
     return re.sub(r"(?<!^)(?=[A-Z])", "_", node.name.removeprefix("Cuda")).lower()
 

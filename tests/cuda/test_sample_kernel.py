@@ -117,17 +117,16 @@ def compare(actual: tuple[NDArray[Any], ...], expected: Samples) -> None:
 def _sample(
     logits: torch.Tensor, sampling: SamplingArrays, positions: NDArray[np.int32], bias: torch.Tensor | None
 ) -> tuple[NDArray[Any], ...]:
-    params = (
-        sampling.float_params,
-        sampling.int_params,
-        sampling.edit_offsets,
-        sampling.edit_ids,
-        _rounds(sampling),
-        sampling.edit_values,
+    names = ("float_params", "int_params", "edit_offsets", "edit_ids", "edit_values")
+    arrays = {name: getattr(sampling, name) for name in names} | {"positions": positions}
+    outputs = node_launches.sample(
+        logits=logits,
+        bias=bias,
+        edit_rounds=torch.from_numpy(_rounds(sampling)),
+        candidates=torch.zeros(NUM_CANDIDATES, dtype=torch.int32),
+        **{name: torch.from_numpy(array) for name, array in arrays.items()},
     )
-    candidates = torch.zeros(NUM_CANDIDATES, dtype=torch.int32)
-    arguments: list[Any] = [logits, bias, *map(torch.from_numpy, (positions, *params)), candidates]
-    return tuple(output.numpy() for output in node_launches.sample(*arguments))
+    return tuple(output.numpy() for output in outputs)
 
 
 def _rounds(sampling: SamplingArrays) -> NDArray[np.int32]:

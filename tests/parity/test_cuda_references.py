@@ -13,11 +13,11 @@ from torch.testing import assert_close
 
 from antiphon.ops.activations import ACTIVATIONS
 from antiphon.ops.cache_geometry import BLOCK_SIZE, blocks_for
-from antiphon.ops.cuda import nodes, references
+from antiphon.ops.cuda import PADDING, TILE, nodes, references
 from antiphon.ops.operators import eager_attention, embed, paged_write
 from antiphon.ops.operators.add_norm import add_norm
 from antiphon.ops.operators.linear import gate
-from antiphon.ops.sampling import greedy_sampling
+from antiphon.ops.sampling import FLOAT_PARAMS, INT_PARAMS, greedy_sampling
 from antiphon.ops.sampling import sample as sample_in_numpy
 
 HEADS, WIDTH, LAYERS = 2, 16, 2
@@ -73,6 +73,13 @@ def test_every_node_has_a_reference() -> None:
     assert list(references.REFERENCES) == [node.name for node in nodes.NODES]
 
 
+def test_sample_is_declared_with_all_parameters_of_a_sample() -> None:
+    """The declarations import no NumPy, so they cannot read the lists."""
+    axes = {given.name: given.axes for given in nodes.SAMPLE.inputs}
+    assert axes["float_params"] == f"K, {len(FLOAT_PARAMS)}"
+    assert axes["int_params"] == f"K, {len(INT_PARAMS)}"
+
+
 @pytest.mark.parametrize("position_table", [None, normal(9, STATES, seed=1)])
 def test_embed_equals_the_operator(position_table: Tensor | None) -> None:
     tokens, positions, weight = ints(3, 0, 6, 5), ints(0, 8, 2, 1), normal(7, STATES)
@@ -84,7 +91,7 @@ def test_embed_equals_the_operator(position_table: Tensor | None) -> None:
 def test_embed_reads_previous_tokens_and_types_and_ignores_padding() -> None:
     weight, types = normal(7, STATES), normal(2, STATES, seed=1)
     found = references.embed(
-        ints(-1, 4, -1, 0), ints(3, 4, 0, nodes.PADDING), weight, None, ints(1, 1, 0, 0), ints(-1, 6),
+        ints(-1, 4, -1, 0), ints(3, 4, 0, PADDING), weight, None, ints(1, 1, 0, 0), ints(-1, 6),
         ints(0, 1, 1, 0), types, scale=1.0,
     )  # fmt: skip
     assert_close(found, weight[[6, 4, 0, 0]] + types[[0, 1, 1, 0]])
@@ -119,7 +126,7 @@ def test_rotary_equals_the_operator() -> None:
 @pytest.mark.parametrize("kind", BIASES)
 def test_packed_attention_equals_the_operator(kind: str, causal: bool) -> None:
     qkv, bias, offsets = normal(sum(LENS), 3 * STATES), normal(3 * STATES, seed=1), ramp(LENS)
-    tiles = [(b, first) for b, length in enumerate(LENS) for first in range(0, length, nodes.TILE)]
+    tiles = [(b, first) for b, length in enumerate(LENS) for first in range(0, length, TILE)]
     given = torch.tensor([*tiles, (-1, 0)], dtype=torch.int32)
     attributes: dict[str, Any] = dict(num_heads=HEADS, scale=0.3, causal=causal)
     expected = eager_attention.packed_attention(qkv + bias, offsets, *score_biases(kind), **attributes)
@@ -132,7 +139,7 @@ def test_paged_write_equals_the_operator() -> None:
     _, expected = paged_write.paged_write(kv + bias, before, tables(LENS), ramp(LENS), None, num_heads=HEADS, layer=1)
     rows = torch.repeat_interleave(torch.tensor(LENS))
     positions = torch.cat([torch.arange(length) for length in LENS])
-    padding = torch.tensor([nodes.PADDING])
+    padding = torch.tensor([PADDING])
     written = references.paged_write(
         torch.cat((kv, kv[:1])), bias, cache, tables(LENS), torch.cat((rows, rows[:1])).int(),
         torch.cat((positions, padding)).int(), num_heads=HEADS, layer=1,

@@ -8,8 +8,9 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from antiphon.ops.cuda.kernel_list import Parameter, Variant, variants
-from antiphon.ops.cuda.library_file import Image, kind_of, library_name, write_library
+from antiphon.ops.cuda import library_name
+from antiphon.ops.cuda.compile_kernels import Image, write_library
+from antiphon.ops.cuda.nodes import Parameter, Variant, variants
 from tests.cuda import interpreter
 from tests.cuda.standin.build import LIBRARIES, build
 
@@ -74,7 +75,7 @@ class StandIn:
         """Run a kernel; return 0, or 1 after an error was printed."""
         try:
             variant = self._variants[name.decode()]
-            given = enumerate(variant.kernel.parameters)
+            given = enumerate(variant.parameters)
             values = [self._value(parameter, arguments[index]) for index, parameter in given]
             interpreter.launch(variant.name, (x, y, z), values, self.order)
             self.launched.append(variant.name)
@@ -85,10 +86,10 @@ class StandIn:
 
     def _value(self, parameter: Parameter, bits: int) -> int | float:
         """Return an argument as the interpreter takes it."""
-        if parameter.is_pointer:
+        if parameter.port is not None:
             return self.host_view(bits) if bits else 0
         packed = struct.pack("<Q", bits)[:4]
-        kind = "<f" if kind_of(parameter) == "f" else "<i"
+        kind = "<f" if parameter.letter == "f" else "<i"
         value: int | float = struct.unpack(kind, packed)[0]
         return value
 
@@ -99,7 +100,7 @@ def write_kernels(path: Path, architecture: int = ARCHITECTURE) -> None:
 
 
 def _image(variant: Variant) -> Image:
-    num_arguments = len(variant.kernel.parameters)
+    num_arguments = len(variant.parameters)
     code = f"{variant.name} {num_arguments}\0".encode("ascii")
     # So much shared memory must be asked for, as the larger kernels do.
     return Image(variant=variant, code=code, num_warps=variant.num_warps, shared_bytes=64 << 10)

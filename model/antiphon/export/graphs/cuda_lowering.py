@@ -32,7 +32,7 @@ from antiphon.errors import LoweringError
 from antiphon.export.graphs.cuda_graph import CudaGraph, State
 from antiphon.export.graphs.graph_edit import constant_array, static_dim
 from antiphon.ops.cuda import nodes
-from antiphon.ops.cuda.kernel_list import HEAD_WIDTHS, MAX_FLOAT32_HEAD_WIDTH, MAX_PARTS, VOCABULARY_PART
+from antiphon.ops.cuda.nodes import HEAD_WIDTHS, MAX_FLOAT32_HEAD_WIDTH, MAX_PARTS, VOCABULARY_PART
 from antiphon.ops.operators.all_operators import OPERATORS
 
 MAX_VOCABULARY = MAX_PARTS * VOCABULARY_PART

@@ -32,7 +32,7 @@ from antiphon.bundle.native_stepper import (
 from antiphon.errors import StepError
 from antiphon.export.verification.cuda_evaluator import CudaEvaluator, shared
 from antiphon.ops.cache_geometry import cuda_pool_axes
-from antiphon.ops.cuda.nodes import PADDING, PREVIOUS, TILE
+from antiphon.ops.cuda import PADDING, PREVIOUS, TILE
 
 Arrays = Mapping[str, NDArray[Any]]
 

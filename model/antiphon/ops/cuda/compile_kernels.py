@@ -1,22 +1,59 @@
-"""Compile the kernels ahead of time, and refuse those over their budget. Needs Triton, but no card and no driver."""
+"""Compile the kernels ahead of time, and refuse those over their budget. Needs Triton, but no card and no driver.
+
+The file of an architecture starts with a text header: a line `antiphon-kernels VERSION ARCHITECTURE COUNT`, a line for
+each variant `NAME WARPS SHARED_BYTES OFFSET SIZE PARAMETER...` with parameters as `name:kind` (p address, i int32, a
+int32 that is a multiple of 16, f float32), and an empty line. The images follow; OFFSET counts from the end of the
+header. The launcher refuses a kernel with other parameters than its own operators have.
+"""
 
 from __future__ import annotations
 
 import argparse
 import importlib
 import os
+import re
+import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from antiphon.errors import BudgetError
-from antiphon.ops.cuda.kernel_list import ARCHITECTURES, ELEMENT_TYPES, KERNELS, Kernel, Variant, variants
-from antiphon.ops.cuda.library_file import FOLDER, Image, library_name, write_library
-from antiphon.ops.cuda.resource_usage import check_budget, usage_of
+from antiphon.ops.cuda import ARCHITECTURES, FOLDER, library_name
+from antiphon.ops.cuda.nodes import ELEMENT_TYPES, NODES, Variant, variants
 
+VERSION = 2
+"""Version of the file."""
+SHARED_LIMITS = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 120: 99 << 10}
+"""Shared memory that one program can use, in bytes, by architecture (CUDA programming guide, table of capabilities)."""
 _WARP = 32
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Image:
+    """One compiled variant. shared_bytes: dynamic shared memory of a launch."""
+
+    variant: Variant
+    code: bytes
+    num_warps: int
+    shared_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResourceUsage:
+    """Resources of one thread (registers; stack and local memory in bytes), and of one program (shared, in bytes).
+
+    Local memory is where registers are spilled to.
+    """
+
+    registers: int
+    stack_bytes: int
+    local_bytes: int
+    shared_bytes: int
 
 
 def compile_variant(variant: Variant, architecture: int) -> Image:
@@ -30,7 +67,7 @@ def compile_variant(variant: Variant, architecture: int) -> Image:
         fn=getattr(module, variant.kernel.name),
         signature=variant.signature,
         constexprs=variant.constants,
-        attrs=_alignments(variant.kernel),
+        attrs=_alignments(variant),
     )
     options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages, "enable_fp_fusion": True}
     compiled = triton.compile(source, target=GPUTarget("cuda", architecture, _WARP), options=options)
@@ -43,13 +80,83 @@ def compile_variant(variant: Variant, architecture: int) -> Image:
     )
 
 
-def _alignments(kernel: Kernel) -> dict[tuple[int], list[list[Any]]]:
+def _alignments(variant: Variant) -> dict[tuple[int], list[list[Any]]]:
     """Return the compiler's attributes for the parameters that are multiples of 16, by index."""
-    return {
-        (index,): [["tt.divisibility", 16]]
-        for index, given in enumerate(kernel.parameters)
-        if given.is_pointer or given.is_aligned
-    }
+    aligned = (index for index, parameter in enumerate(variant.parameters) if parameter.is_aligned)
+    return {(index,): [["tt.divisibility", 16]] for index in aligned}
+
+
+def usage_of(code: bytes, dynamic_shared_bytes: int) -> ResourceUsage:
+    """Return the resources of a cubin. Raises CalledProcessError if it is none."""
+    report = _cuobjdump("--dump-resource-usage", code)
+    fields = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|SHARED|LOCAL):(\d+)", report)}
+    return ResourceUsage(
+        registers=fields["REG"],
+        stack_bytes=fields["STACK"],
+        local_bytes=fields["LOCAL"],
+        shared_bytes=fields["SHARED"] + dynamic_shared_bytes,
+    )
+
+
+def instructions_of(code: bytes) -> list[str]:
+    """Return the names of a cubin's instructions in their order, with their modifiers: `LDG.E.128.CONSTANT`."""
+    listing = _cuobjdump("--dump-sass", code)
+    return re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", listing, re.MULTILINE)
+
+
+def check_budget(name: str, usage: ResourceUsage, architecture: int) -> None:
+    """Raise BudgetError if a kernel spills registers, or needs more shared memory than the architecture has."""
+    if usage.local_bytes or usage.stack_bytes:
+        raise BudgetError(
+            f"{name} for sm_{architecture} uses {usage.local_bytes} bytes of local memory and {usage.stack_bytes} of"
+            " stack; both must be 0"
+        )
+    if usage.shared_bytes > SHARED_LIMITS[architecture]:
+        raise BudgetError(
+            f"{name} for sm_{architecture} uses {usage.shared_bytes} bytes of shared memory; the limit is"
+            f" {SHARED_LIMITS[architecture]}"
+        )
+
+
+def write_library(path: Path, architecture: int, images: Sequence[Image]) -> None:
+    """Write images to a file."""
+    lines, offset = [f"antiphon-kernels {VERSION} {architecture} {len(images)}"], 0
+    for image in images:
+        parameters = image.variant.node.signature(image.variant.kernel)
+        sizes = f"{image.num_warps} {image.shared_bytes} {offset} {len(image.code)}"
+        lines.append(f"{image.variant.name} {sizes} {parameters}")
+        offset += len(image.code)
+    header = "\n".join([*lines, "", ""]).encode("ascii")
+    path.write_bytes(header + b"".join(image.code for image in images))
+
+
+def read_library(path: Path) -> list[Image]:
+    """Read the images of a file that this version wrote."""
+    header, _, images = path.read_bytes().partition(b"\n\n")
+    by_name = {variant.name: variant for variant in variants()}
+    found = []
+    for line in header.decode("ascii").splitlines()[1:]:
+        name, num_warps, shared_bytes, offset, size, *_ = line.split()
+        code = images[int(offset) : int(offset) + int(size)]
+        found.append(Image(variant=by_name[name], code=code, num_warps=int(num_warps), shared_bytes=int(shared_bytes)))
+    return found
+
+
+def _cuobjdump(option: str, code: bytes) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(code)
+        file.flush()
+        command = [str(_program("cuobjdump")), option, file.name]
+        # cuobjdump looks for nvdisasm on the path.
+        environment = {"PATH": str(_program("nvdisasm").parent)}
+        return subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
+
+
+@cache
+def _program(name: str) -> Path:
+    import triton
+
+    return Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
 
 
 def _compile_named(name: str, architecture: int) -> Image:
@@ -70,7 +177,7 @@ def _chosen(args: argparse.Namespace) -> list[str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compile what the command line asks for; return 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    names = [kernel.name for kernel in KERNELS]
+    names = [kernel.name for node in NODES for kernel in node.kernels]
     parser.add_argument("--architecture", type=int, nargs="+", choices=ARCHITECTURES, default=list(ARCHITECTURES))
     parser.add_argument("--kernel", nargs="+", choices=names, default=names)
     parser.add_argument("--element-type", nargs="+", choices=ELEMENT_TYPES, default=list(ELEMENT_TYPES))

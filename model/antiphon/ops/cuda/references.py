@@ -1,10 +1,11 @@
 """Eager PyTorch functions that compute the nodes of nodes.py, one for each: what the kernels are compared with.
 
 A function takes a node's inputs in their order, None for an optional one that is absent, and its attributes as
-keywords. It returns the outputs that are not workspace: one tensor, or a tuple. Numbers are computed in float32 and
-rounded where the kernel rounds. `paged_write` changes the cache in place.
+keywords. It returns the outputs that are not workspace: one tensor, or a tuple. Where a node computes what an operator
+of ops/operators does, the operator's eager function computes it, in float32; here the bias of a product is added
+before, and the result is rounded where the kernel rounds. `paged_write` changes the cache in place.
 
-Axes are those of nodes.py; Q queries and T keys of one sequence or row.
+Axes are those of nodes.py; T positions of one row.
 """
 
 from __future__ import annotations
@@ -17,8 +18,13 @@ import torch
 from torch import Tensor
 
 from antiphon.ops.activations import ACTIVATIONS
+from antiphon.ops.attention import attention
 from antiphon.ops.cache_geometry import BLOCK_SIZE, blocks_for
-from antiphon.ops.cuda.nodes import TILE
+from antiphon.ops.operators import eager_attention
+from antiphon.ops.operators.add_norm import add_norm as eager_add_norm
+from antiphon.ops.operators.eager_attention import score_bias, split_heads
+from antiphon.ops.operators.embed import embed as eager_embed
+from antiphon.ops.operators.linear import gate
 from antiphon.ops.sampling import SamplingArrays
 from antiphon.ops.sampling import sample as sample_in_numpy
 
@@ -39,9 +45,10 @@ def embed(
     ids = tokens.long()
     if rows is not None and previous is not None:
         ids = torch.where(ids < 0, previous[rows.long()].long(), ids)
-    vectors = weight[ids.clamp(min=0)].float() * scale
-    if position_table is not None:
-        vectors = vectors + position_table[positions.long().clamp(min=0)].float()
+    used = weight[ids.clamp(min=0)].float()
+    vectors: Tensor = eager_embed(
+        torch.arange(len(ids)), positions.clamp(min=0), used, _in_float32(position_table), scale=scale
+    )
     if types is not None and type_table is not None:
         vectors = vectors + type_table[types.long()].float()
     return vectors.to(weight.dtype)
@@ -58,35 +65,23 @@ def add_norm(
     kind: str,
 ) -> tuple[Tensor, Tensor]:
     """Return the norm of the rounded sum, and the sum."""
-    total = _added(x, bias)
-    if residual is not None:
-        total = total + residual.float()
-    total = total.to(x.dtype)
-    value = total.float()
-    if kind == "layer":
-        value = value - value.mean(1, keepdim=True)
-    normed = value * torch.rsqrt(value.square().mean(1, keepdim=True) + epsilon)
-    if weight is not None:
-        normed = normed * weight.float()
-    return _added(normed, norm_bias).to(x.dtype), total
+    total = _added(_added(x, bias), residual).to(x.dtype)
+    factors = _in_float32(weight), _in_float32(norm_bias)
+    normed, _ = eager_add_norm(total.float(), None, *factors, epsilon=epsilon, kind=kind)
+    return normed.to(x.dtype), total
 
 
 def activate(x: Tensor, bias: Tensor | None, *, activation: str, gated: bool) -> Tensor:
     """Return the activated product."""
-    value, function = _added(x, bias), ACTIVATIONS[activation]
-    if not gated:
-        return function(value).to(x.dtype)
-    first, second = value.chunk(2, dim=1)
-    return (function(first) * second).to(x.dtype)
+    value = _added(x, bias)
+    out = gate(value, activation=activation) if gated else ACTIVATIONS[activation](value)
+    return out.to(x.dtype)
 
 
 def rotary(qkv: Tensor, bias: Tensor | None, positions: Tensor, table: Tensor, *, num_heads: int) -> Tensor:
-    """Return rotated queries and keys; component i is paired with component i + D / 2."""
-    parts = _added(qkv, bias).reshape(len(qkv), 3, num_heads, table.shape[1])
-    cos, sin = table[positions.long().clamp(min=0)][:, None, None].chunk(2, dim=-1)  # [N, 1, 1, D / 2]
-    first, second = parts[:, :2].chunk(2, dim=-1)
-    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    return torch.cat((rotated, parts[:, 2:]), dim=1).flatten(1).to(qkv.dtype)
+    """Return rotated queries and keys."""
+    rotated = eager_attention.rotary(_added(qkv, bias), positions.clamp(min=0), table, num_heads=num_heads)
+    return rotated.to(qkv.dtype)
 
 
 def packed_attention(
@@ -101,25 +96,11 @@ def packed_attention(
     scale: float,
     causal: bool,
 ) -> Tensor:
-    """Attend from the queries of each tile; tokens that no tile holds get zeros, where the kernel writes nothing."""
-    states = _added(qkv, bias).to(qkv.dtype)
-    out = qkv.new_zeros(len(qkv), qkv.shape[1] // 3)
-    for sequence, first in tiles.tolist():
-        if sequence < 0:
-            continue
-        begin, end = offsets[sequence : sequence + 2].tolist()
-        queries = torch.arange(first, min(first + TILE, end - begin))
-        query, key, value = _heads(states[begin:end].float(), 3, num_heads)
-        distance = torch.arange(end - begin) - queries[:, None]  # [Q, T]
-        scores = torch.einsum("qhd,thd->hqt", query[queries], key) * scale
-        scores = scores + _score_bias(distance, bias_table, slopes)
-        if causal:
-            scores = scores.masked_fill(distance > 0, float("-inf"))
-        weights = torch.exp(scores - scores.amax(2, keepdim=True))
-        sums = torch.einsum("hqt,thd->qhd", weights.to(qkv.dtype).float(), value)
-        result = sums / weights.sum(2).T[:, :, None]
-        out[begin + queries] = result.flatten(1).to(qkv.dtype)
-    return out
+    """Attend sequence by sequence, without tiles; padding gets zeros, where the kernel writes nothing."""
+    del tiles
+    states, settings = _added(qkv, bias).to(qkv.dtype).float(), dict(num_heads=num_heads, scale=scale, causal=causal)
+    out = eager_attention.packed_attention(states, offsets, bias_table, slopes, **settings)
+    return out.to(qkv.dtype)
 
 
 def paged_write(
@@ -135,7 +116,7 @@ def paged_write(
 ) -> Tensor:
     """Write keys and values into the cache, which is changed in place; tokens of negative positions write nothing."""
     parts = kv.shape[1] // (num_heads * cache.shape[-1])
-    *_, keys, values = _heads(_added(kv, bias).to(kv.dtype), parts, num_heads)
+    *_, keys, values = split_heads(_added(kv, bias).to(kv.dtype), parts, num_heads)
     tokens = torch.nonzero(positions >= 0).flatten()
     places = positions[tokens].long()
     blocks = tables[rows[tokens].long(), places // BLOCK_SIZE].long()
@@ -160,17 +141,18 @@ def paged_attention(
     layer: int,
 ) -> Tensor:
     """Attend from each token to the first positions of its row; no other position of the cache is read."""
+    del written  # an order of nodes only
     width = num_heads * cache.shape[-1]
     states = _added(query[:, :width], None if bias is None else bias[:width]).to(query.dtype).float()
     out = query.new_zeros(len(query), width)
     for token, (row, length) in enumerate(zip(rows.tolist(), lengths.tolist(), strict=True)):
         if length == 0:
             continue
-        keys, values = _cached(cache, layer, tables[row], length)  # [H, T, D]
-        distance = torch.arange(length) - (length - 1)
-        scores = torch.einsum("hd,htd->ht", states[token].reshape(num_heads, -1), keys) * scale
-        scores = scores + _score_bias(distance[None], bias_table, slopes)[:, 0]
-        out[token] = torch.einsum("ht,htd->hd", scores.softmax(1), values).flatten().to(query.dtype)
+        keys, values = _cached(cache, layer, tables[row], length)  # [T, H, D]
+        biases = score_bias(torch.tensor([length - 1]), length, bias_table, slopes)
+        query_heads = states[token].reshape(1, 1, num_heads, -1)
+        attended = attention(query_heads, keys[None], values[None], None, biases, causal=False, scale=scale)
+        out[token] = attended.flatten().to(query.dtype)
     return out
 
 
@@ -225,31 +207,19 @@ REFERENCES: Mapping[str, Callable[..., Any]] = {
 """Function of each node, by the node's name."""
 
 
+def _in_float32(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.float()
+
+
 def _added(x: Tensor, bias: Tensor | None) -> Tensor:
     """Return x + bias in float32."""
     return x.float() if bias is None else x.float() + bias.float()
 
 
-def _heads(packed: Tensor, parts: int, num_heads: int) -> tuple[Tensor, ...]:
-    """Split [N, parts H D] into its parts, each [N, H, D]."""
-    return packed.reshape(len(packed), parts, num_heads, -1).unbind(1)
-
-
-def _score_bias(distance: Tensor, bias_table: Tensor | None, slopes: Tensor | None) -> Tensor:
-    """Return the bias of scores at distances key - query [Q, T]; [H, Q, T], or [1, 1, 1] where there is none."""
-    bias = torch.zeros(1, 1, 1)
-    if bias_table is not None:
-        reach = bias_table.shape[1] // 2
-        bias = bias + bias_table[:, distance.clamp(-reach, reach) + reach]
-    if slopes is not None:
-        bias = bias - slopes[:, None, None] * distance.abs()
-    return bias
-
-
 def _cached(cache: Tensor, layer: int, table: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """Return keys and values of positions 0 to length - 1, each [H, T, D] float32."""
+    """Return keys and values of positions 0 to length - 1, each [T, H, D] float32."""
     blocks = cache[table[: blocks_for(length)].long(), layer]  # [blocks, 2, H, 16, D]
-    keys, values = blocks.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :length].float()
+    keys, values = blocks.permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :length].float()
     return keys, values
 
 

@@ -126,9 +126,8 @@ OrtStatus* BuildDomain(const OrtApi* api, OrtCustomOpDomain** out) {
   if (domain == nullptr) {
     std::vector<const OrtCustomOp*> operators = AllOperators();
     if (is_gpu) {
-      for (const auto& family : {antiphon::CudaRowOperators(), antiphon::CudaAttentionOperators()}) {
-        operators.insert(operators.end(), family.begin(), family.end());
-      }
+      const std::vector<const OrtCustomOp*> further = antiphon::CudaOperators();
+      operators.insert(operators.end(), further.begin(), further.end());
     }
     if (OrtStatus* failed = NewDomain(api, operators, &domain)) return failed;
   }

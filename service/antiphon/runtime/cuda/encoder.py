@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from antiphon.architecture.config import ModelConfig
 from antiphon.bundle.manifest import Precision
 from antiphon.ops.cache_geometry import blocks_for
+from antiphon.ops.cuda import TILE
 from antiphon.ops.cuda.driver import CudaDevice, DeviceMemory
-from antiphon.ops.cuda.nodes import TILE
 from antiphon.runtime.cuda.cuda_graph import CudaGraph, bytes_of, element_of
 from antiphon.runtime.cuda.decoder import Pool
 from antiphon.runtime.cuda.step_buffers import Layout

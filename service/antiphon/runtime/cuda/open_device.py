@@ -8,9 +8,8 @@ from typing import Literal
 
 from antiphon.bundle.onnx_runtime import ort
 from antiphon.errors import CudaError
+from antiphon.ops.cuda import ARCHITECTURES, FOLDER, library_name
 from antiphon.ops.cuda.driver import CudaDevice, describe
-from antiphon.ops.cuda.kernel_list import ARCHITECTURES
-from antiphon.ops.cuda.library_file import FOLDER, library_name
 
 log = logging.getLogger(__name__)
 

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from antiphon.ops.cuda import PADDING
 from antiphon.ops.cuda.driver import CudaDevice
-from antiphon.ops.cuda.nodes import PADDING
 from antiphon.ops.sampling import FLOAT_PARAMS, INT_PARAMS, Samples, SamplingArrays
 from antiphon.runtime.runner import DecodeBatch
 

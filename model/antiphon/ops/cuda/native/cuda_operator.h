@@ -1,7 +1,9 @@
-// Base of the nodes for GPUs: which kernels a node has, and its launches. A node sees the shapes of its inputs; their
-// values are on the device, and service/antiphon/runtime/cuda/batch_check.py checks them before a step.
+// Base of the nodes for GPUs: their inputs, refused sizes, outputs and launches. What nodes.py declares is in
+// cuda_nodes.h, which node_header.py writes. A node sees the shapes of its inputs; their values are on the device, and
+// service/antiphon/runtime/cuda/decoder.py checks them before a step.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <initializer_list>
 #include <string>
@@ -31,39 +33,63 @@ inline void RequireSize(const char* name, const Tensor& tensor, size_t axis, int
          "it must be " + std::to_string(expected));
 }
 
-// Returns the compiled width for heads of a width: HEAD_WIDTHS of kernel_list.py.
+// A kernel of a node, and its parameters as words `name:kind`.
+struct KernelSignature {
+  const char* name;
+  const char* parameters;
+};
+
+// Values of a launch, in the order of the kernel's parameters.
+template <size_t kCount>
+struct KernelCall {
+  const char* kernel;
+  std::array<Argument, kCount> arguments;
+};
+
+}  // namespace antiphon
+
+// The nodes, which include this file for the names above.
+#include "cuda_nodes.h"
+
+namespace antiphon {
+
+// Returns the compiled width for heads of a width.
 inline int64_t CompiledWidth(int64_t width) {
-  constexpr std::array<int64_t, 5> kHeadWidths = {16, 32, 64, 128, 256};
   for (const int64_t compiled : kHeadWidths) {
     if (width > 0 && width <= compiled && width % kHeadWidths[0] == 0) return compiled;
   }
   Refuse("width of a head", width, "it must be a multiple of 16 up to 256");
 }
 
-template <ElementType T>
+// Base of a node that nodes.py declares: Node is a struct of cuda_nodes.h for one element type.
+template <typename Node>
 class CudaOperator {
  public:
   static constexpr const char* kProvider = "CUDAExecutionProvider";
+  static constexpr const char* kName = Node::kName;
+  static constexpr const auto& kInputs = Node::kInputs;
+  static constexpr const auto& kOutputs = Node::kOutputs;
 
- protected:
-  // parameters: those of kernel_list.py with the letters of library_file.py, in the order of the values of a launch.
-  struct Kernel {
-    const char* name;
-    const char* parameters;
-  };
-
-  // Throws CudaError unless the loaded library has these kernels with these parameters.
-  explicit CudaOperator(std::initializer_list<Kernel> kernels) : library_(LoadedKernels()) {
+  // Throws CudaError unless the loaded library has the node's kernels with the declared parameters.
+  explicit CudaOperator(const Attributes& attributes) : settings_(attributes), library_(LoadedKernels()) {
     if (library_ == nullptr) throw OperatorError("no kernels for GPUs are loaded");
-    for (const Kernel& kernel : kernels) library_->Require(Named(kernel.name), kernel.parameters);
+    for (const KernelSignature& kernel : Node::kKernels) library_->Require(Named(kernel.name), kernel.parameters);
   }
 
+ protected:
+  using Inputs = typename Node::Inputs;
+
+  // Throws OperatorError for inputs whose sizes differ from the declared axes.
+  Inputs Read(const Call& call) const { return Inputs(call, settings_); }
+
+  const typename Node::Settings& settings() const { return settings_; }
+
   // head_width: for kernels that are compiled for several, the width of this model's heads.
-  void Launch(const Call& call, const char* kernel, const Grid& grid, std::initializer_list<Argument> arguments,
-              int64_t head_width = 0) const {
-    std::string variant = Named(kernel);
+  template <size_t kCount>
+  void Launch(const Call& call, const Grid& grid, const KernelCall<kCount>& values, int64_t head_width = 0) const {
+    std::string variant = Named(values.kernel);
     if (head_width != 0) variant += "." + std::to_string(CompiledWidth(head_width));
-    library_->Launch(variant, grid, arguments, call.GpuStream());
+    library_->Launch(variant, grid, values.arguments.data(), kCount, call.GpuStream());
   }
 
   // Returns the memory of an output, which kernels write even if nothing reads it.
@@ -79,9 +105,11 @@ class CudaOperator {
 
  private:
   static std::string Named(const char* kernel) {
-    return std::string(kernel) + "." + (T == kBfloat16 ? "bfloat16" : T == kFloat16 ? "float16" : "float32");
+    constexpr ElementType kElement = Node::kElement;
+    return std::string(kernel) + (kElement == kBfloat16 ? ".bfloat16" : kElement == kFloat16 ? ".float16" : ".float32");
   }
 
+  typename Node::Settings settings_;
   KernelLibrary* library_;
 };
 

@@ -8,7 +8,6 @@
 namespace antiphon {
 
 // One registration for each node and element type. Their constructors need a loaded KernelLibrary.
-std::vector<const OrtCustomOp*> CudaRowOperators();
-std::vector<const OrtCustomOp*> CudaAttentionOperators();
+std::vector<const OrtCustomOp*> CudaOperators();
 
 }  // namespace antiphon

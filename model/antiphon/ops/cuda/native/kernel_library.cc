@@ -156,22 +156,22 @@ CudaHandle KernelLibrary::Loaded(const std::string& variant, Kernel* kernel) {
   return kernel->function = function;
 }
 
-void KernelLibrary::Launch(const std::string& variant, const Grid& grid, std::initializer_list<Argument> arguments,
+void KernelLibrary::Launch(const std::string& variant, const Grid& grid, const Argument* arguments, size_t count,
                            CudaHandle stream) {
   if (grid[0] == 0 || grid[1] == 0 || grid[2] == 0) return;
   const auto found = kernels_.find(variant);
   if (found == kernels_.end()) throw CudaError(path_ + " has no kernel " + variant);
   Kernel& kernel = found->second;
-  if (arguments.size() != kernel.kinds.size()) {
+  if (count != kernel.kinds.size()) {
     throw CudaError(variant + " takes " + std::to_string(kernel.kinds.size()) + " values, not " +
-                    std::to_string(arguments.size()));
+                    std::to_string(count));
   }
   // Two further addresses are for scratch memory and profiles of Triton, which these kernels do not have.
   std::array<uint64_t, kMostArguments + 2> bits{};
   std::array<void*, kMostArguments + 2> addresses{};
-  for (size_t index = 0; index < arguments.size(); ++index) {
+  for (size_t index = 0; index < count; ++index) {
     try {
-      bits[index] = BitsOf(arguments.begin()[index], kernel.kinds[index]);
+      bits[index] = BitsOf(arguments[index], kernel.kinds[index]);
     } catch (const CudaError& error) {
       throw CudaError(variant + ", " + WordAt(kernel.parameters, index) + ": " + error.what());
     }

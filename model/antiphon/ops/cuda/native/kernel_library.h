@@ -1,9 +1,8 @@
-// Kernels compiled ahead of time, in a file of model/antiphon/ops/cuda/library_file.py, and their launches.
+// Kernels compiled ahead of time, in a file of model/antiphon/ops/cuda/compile_kernels.py, and their launches.
 #pragma once
 
 #include <array>
 #include <cstdint>
-#include <initializer_list>
 #include <map>
 #include <mutex>
 #include <string>
@@ -41,8 +40,7 @@ class KernelLibrary {
 
   // Launches a variant with values in the order of its parameters. Throws CudaError if there is no such variant, if a
   // value does not suit its parameter, or if the driver refuses. A grid with a size of 0 is no launch.
-  void Launch(const std::string& variant, const Grid& grid, std::initializer_list<Argument> arguments,
-              CudaHandle stream);
+  void Launch(const std::string& variant, const Grid& grid, const Argument* arguments, size_t count, CudaHandle stream);
 
   int multiprocessors() const { return multiprocessors_; }
 

@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 
 from antiphon.bundle.manifest import Bundle, Lowering
+from antiphon.ops.cuda import FOLDER
 from antiphon.ops.cuda.driver import CudaDevice
-from antiphon.ops.cuda.library_file import FOLDER
 from antiphon.runtime.cuda.open_device import DeviceError, open_device
 from antiphon.runtime.cuda.runner import CudaRunner
 from antiphon.runtime.native import NativeRunner
