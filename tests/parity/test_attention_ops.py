@@ -15,9 +15,8 @@ from torch import Tensor
 from antiphon.errors import LoweringError
 from antiphon.export.graphs.contrib_lowering import lower_for_cpu
 from antiphon.ops.attention import attention, cached_attention
-from antiphon.ops.operator import DOMAIN
+from antiphon.ops.operator import DOMAIN, torch_operator
 from antiphon.ops.operators import fused_attention
-from antiphon.ops.torch_registration import torch_operator
 
 HEADS, WIDTH, SCALE = 4, 16, 0.3
 Arrays = dict[str, Tensor | None]

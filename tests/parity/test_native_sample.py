@@ -19,9 +19,8 @@ from numpy.typing import NDArray
 
 from antiphon.bundle.native_stepper import sampling_inputs
 from antiphon.export.weights.packing import pack_float, pack_int8, unpack_int8
-from antiphon.ops.counter_random import uniform_at
 from antiphon.ops.logits_warpers import Warp, distribution
-from antiphon.ops.sampling import NONE_ALLOWED, NOT_FINITE, Samples, SamplingArrays, sample, warp_of
+from antiphon.ops.sampling import NONE_ALLOWED, NOT_FINITE, Samples, SamplingArrays, sample, uniform_at, warp_of
 from tests.batches import SampleSettings, sampling_of
 from tests.parity.native_nodes import normal, run_node
 

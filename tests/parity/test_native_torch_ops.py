@@ -11,6 +11,7 @@ from torch import Tensor
 
 from antiphon.bundle.native_stepper import sampling_inputs
 from antiphon.ops.cache_pool import read_positions, write_position
+from antiphon.ops.operator import torch_operator
 from antiphon.ops.operators.add_norm import add_norm
 from antiphon.ops.operators.all_operators import OPERATORS
 from antiphon.ops.operators.disentangled_attention import disentangled_attention
@@ -24,7 +25,6 @@ from antiphon.ops.operators.sublayers import (
     paged_cross_attention_sublayer,
     paged_self_attention_sublayer,
 )
-from antiphon.ops.torch_registration import torch_operator
 from tests.batches import SampleSettings, sampling_of
 
 HEADS, WIDTH = 2, 8

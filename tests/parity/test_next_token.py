@@ -20,8 +20,8 @@ from torch import Tensor
 from antiphon.bundle.manifest import Bundle
 from antiphon.client import AsyncClient, Generation, NextToken, Options
 from antiphon.importer.importer import ImportOptions, import_checkpoint
-from antiphon.ops.counter_random import uniform_at
 from antiphon.ops.logits_warpers import invert
+from antiphon.ops.sampling import uniform_at
 from antiphon.v1 import inference_pb2 as pb
 from tests.bundle_serving import serving_bundle
 from tests.parity.answers_together import one_torch_thread

@@ -1,19 +1,27 @@
 """Declaration of an operator: the one place that lists its inputs, attributes and outputs.
 
-These parts are derived from an `Operator`: its PyTorch registration and fake (`torch_registration.py`), its ONNX schema
-(`onnx_schema.py`), its translation at export (`export/graphs/translation.py`), the packing of its weight
-(`export/weights/packing.py`) and its entry in docs/OPERATORS.md (`operator_table.py`). The C++ kernels in `native/`
-register themselves; a test compares them with the declarations. Torch-free.
+These parts are derived from an `Operator`: its PyTorch registration and fake, and its ONNX schema, both here; its
+translation at export (`export/graphs/translation.py`), the packing of its weight (`export/weights/packing.py`) and its
+entry in docs/OPERATORS.md (`operators/__main__.py`). The C++ kernels in `native/` register themselves; a test compares
+them with the declarations. Declarations need neither PyTorch nor ONNX: the functions import them that need them.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    import torch
+    from onnxscript.values import Op
+    from torch import Tensor
 
 DOMAIN = "antiphon"
 """Name space of the operators in PyTorch, and their domain in ONNX."""
+VERSION = 1
+"""Version of the domain."""
 
 Kind = Literal["float", "cache", "int64", "int32", "int8", "float16", "float32"]
 """Element type. "float" is the type of computation, float32 in the CPU kernels; "cache" is float32 or float16."""
@@ -23,6 +31,14 @@ Shape = Sequence[Any]
 
 NODE_PREFIXES = {"float32": "", "int8": "Quantized", "int4": "Nibble"}
 """Prefix of the name of the ONNX node that reads a packed weight, by precision of the weight."""
+
+
+_ONNX_TYPES: dict[Kind, list[str]] = {
+    "float": ["tensor(float)", "tensor(float16)", "tensor(bfloat16)"],
+    "cache": ["tensor(float)", "tensor(float16)"],
+    "int64": ["tensor(int64)"],
+    "int32": ["tensor(int32)"],
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +133,7 @@ class Operator:
     @property
     def updated_inputs(self) -> tuple[int, ...]:
         """Return the indices of the inputs that the ONNX node changes in place."""
-        names = [given.name for given in self.inputs]
+        names = [port.name for port in self.inputs]
         return tuple(names.index(output.updates) for output in self.outputs if output.updates is not None)
 
     def node(self) -> Node:
@@ -147,3 +163,109 @@ class Operator:
             return (self.node(),)
         nodes = (self.packed_node(precision) for precision in NODE_PREFIXES)
         return tuple(node for node in nodes if node is not None)
+
+
+def register(operator: Operator) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register the decorated function as the operator's eager implementation, and derive its fake.
+
+    The function takes the inputs by position, the attributes by keyword, all under their declared names, and returns
+    the outputs as contiguous tensors that share no memory with the inputs. It has no gradient: training uses another
+    backend. Raises TypeError when its parameters differ from the declaration.
+    """
+    import torch
+
+    def decorate(eager: Callable[..., Any]) -> Callable[..., Any]:
+        _check_parameters(operator, eager)
+        name, schema = f"{DOMAIN}::{operator.name}", torch_schema(operator)
+        registered = torch.library.custom_op(name, eager, mutates_args=(), schema=schema)
+        registered.register_fake(_fake(operator))
+        return registered
+
+    return decorate
+
+
+def torch_schema(operator: Operator) -> str:
+    """Return the signature in PyTorch's schema language."""
+    inputs = [f"Tensor{'?' if given.optional else ''} {given.name}" for given in operator.inputs]
+    attributes = [f"{attribute.type.__name__} {attribute.name}" for attribute in operator.attributes]
+    parameters = [*inputs, "*", *attributes] if attributes else inputs
+    outputs = ", ".join("Tensor" for _ in operator.outputs)
+    return f"({', '.join(parameters)}) -> {outputs if len(operator.outputs) == 1 else f'({outputs})'}"
+
+
+def torch_operator(operator: Operator) -> torch._ops.OpOverload:
+    """Return the registered operator as it appears in a traced graph."""
+    import torch
+
+    packet = getattr(getattr(torch.ops, DOMAIN), operator.name)
+    overload: torch._ops.OpOverload = packet.default
+    return overload
+
+
+def onnx_operator(operator: Operator) -> Op:
+    """Return the operator as onnxscript calls it; every attribute is required."""
+    from onnx.defs import OpSchema
+    from onnxscript.values import Op, Opset
+
+    numbers = OpSchema.AttrType
+    attribute_types = {int: numbers.INT, bool: numbers.INT, float: numbers.FLOAT, str: numbers.STRING}
+    node = operator.node()
+    kinds = {port.kind for port in (*node.inputs, *node.outputs)}
+    schema = OpSchema(
+        node.name,
+        DOMAIN,
+        VERSION,
+        inputs=[_parameter(port) for port in node.inputs],
+        outputs=[_parameter(port) for port in node.outputs],
+        type_constraints=[(kind, types, "") for kind, types in _ONNX_TYPES.items() if kind in kinds],
+        attributes=[
+            OpSchema.Attribute(attribute.name, attribute_types[attribute.type], "", required=True)
+            for attribute in node.attributes
+        ],
+    )
+    return Op(Opset(DOMAIN, VERSION), node.name, schema)
+
+
+def _check_parameters(operator: Operator, eager: Callable[..., Any]) -> None:
+    parameters = inspect.signature(eager).parameters.values()
+    names = [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
+    inputs = [port.name for port in operator.inputs]
+    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):  # it receives all further inputs
+        inputs = inputs[: len(names)]
+    keywords = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
+    attributes = [attribute.name for attribute in operator.attributes]
+    if (names, keywords) != (inputs, attributes):
+        raise TypeError(
+            f"{operator.name}: its function takes {names} and keywords {keywords}; it must take {inputs} and keywords"
+            f" {attributes}, as declared"
+        )
+
+
+def _fake(operator: Operator) -> Callable[..., Any]:
+    """Return the function that PyTorch calls for shapes and types while it traces."""
+    names = [port.name for port in operator.inputs]
+
+    def infer(*operands: Tensor | None, **_attributes: object) -> Tensor | tuple[Tensor, ...]:
+        given = dict(zip(names, operands, strict=True))
+        shapes = operator.shapes(given)
+        results = [_empty(operator, given, *pair) for pair in zip(operator.outputs, shapes, strict=True)]
+        return results[0] if len(results) == 1 else tuple(results)
+
+    return infer
+
+
+def _empty(operator: Operator, given: Mapping[str, Tensor | None], output: Output, shape: Shape) -> Tensor:
+    """Return a tensor of the type of the first input of the output's kind."""
+    like = next(given[port.name] for port in operator.inputs if port.kind == output.kind)
+    assert like is not None, f"{operator.name}: the first input of kind {output.kind} must not be optional"
+    return like.new_empty(tuple(shape))
+
+
+def _parameter(port: Input | Output) -> Any:
+    from onnx.defs import OpSchema
+
+    option = OpSchema.FormalParameterOption
+    is_optional = isinstance(port, Input) and port.optional
+    return OpSchema.FormalParameter(
+        port.name, port.kind, param_option=option.Optional if is_optional else option.Single
+    )

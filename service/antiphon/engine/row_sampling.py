@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 
 from antiphon.domain.request import Task
 from antiphon.engine.sequence import Sequence, SequenceGroup
-from antiphon.ops.counter_random import seed_of_output
-from antiphon.ops.sampling import FLOAT_PARAMS, INT_PARAMS, as_float32, neutral_sampling
+from antiphon.ops.sampling import FLOAT_PARAMS, INT_PARAMS, as_float32, neutral_sampling, seed_of_output
 from antiphon.runtime.runner import SamplingArrays
 
 

@@ -119,7 +119,7 @@ class NextTokenScorer:
 
     The first call opens a runner of its own with one row: the same graphs over the same mapped weights, and a cache for
     one sequence. So a step of the engine never carries the candidates of a whole vocabulary.
-    `model/antiphon/ops/sampling_stages.py` makes distributions of the scores.
+    `model/antiphon/ops/logits_warpers.py` makes distributions of the scores.
     """
 
     def __init__(self, open_runner: Callable[[], Runner]) -> None:

@@ -9,12 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from antiphon.ops.operator import Attribute, Input, Kind, Node, Operator, Output
+from antiphon.ops.operator import Attribute, Input, Kind, Node, Operator, Output, register, torch_operator, torch_schema
 from antiphon.ops.operators.all_operators import OPERATORS
 from antiphon.ops.operators.operator_table import MARKER, document
 from antiphon.ops.operators.sample import OUTPUTS, PARAMS
 from antiphon.ops.sampling import Samples, SamplingArrays
-from antiphon.ops.torch_registration import register, torch_operator, torch_schema
 from antiphon.ops.workspace import LIBRARY
 
 DOCS = Path(__file__).parents[3] / "docs" / "OPERATORS.md"

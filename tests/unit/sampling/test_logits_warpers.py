@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from antiphon.controls.table import MAX_SEED
-from antiphon.ops.counter_random import seed_of_output, uniform_at
 from antiphon.ops.logits_warpers import Warp, distribution, ids_of_largest, invert
+from antiphon.ops.sampling import seed_of_output, uniform_at
 from tests.unit.sampling.sampling_reference import Logits, logits_of, reference_probabilities
 
 

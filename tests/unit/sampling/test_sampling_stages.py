@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from antiphon.ops.logits_warpers import Warp, sample_token
-from antiphon.ops.sampling_stages import Stage, StageDistribution, likeliest_ids, sampling_stages
+from antiphon.ops.logits_warpers import Stage, StageDistribution, Warp, likeliest_ids, sample_token, sampling_stages
 
 VOCAB = 40
 WARPS = st.builds(

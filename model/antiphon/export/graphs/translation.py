@@ -15,10 +15,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from antiphon.ops.onnx_schema import onnx_operator
-from antiphon.ops.operator import Operator
+from antiphon.ops.operator import Operator, onnx_operator, torch_operator
 from antiphon.ops.operators.all_operators import OPERATORS
-from antiphon.ops.torch_registration import torch_operator
 
 
 def translation(operator: Operator) -> Callable[..., Any]:

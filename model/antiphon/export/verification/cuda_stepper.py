@@ -30,7 +30,7 @@ from antiphon.bundle.native_stepper import (
     whole_vocabulary,
 )
 from antiphon.errors import StepError
-from antiphon.export.verification.cuda_evaluator import CudaEvaluator, shared
+from antiphon.export.verification.cuda_stepper import CudaEvaluator, shared
 from antiphon.ops.cache_geometry import cuda_pool_axes
 from antiphon.ops.cuda import PADDING, PREVIOUS, TILE
 

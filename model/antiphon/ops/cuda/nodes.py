@@ -158,7 +158,7 @@ EMBED = CudaNode(
     kernels=(
         Kernel(
             name="embed",
-            module="embed",
+            module="rows",
             parameters=("out tokens positions weight position_table rows previous types type_table width! scale flags"),
             flags=("position_table", "rows&previous", "types&type_table"),
             constants={"BLOCK": BLOCK},
@@ -186,7 +186,7 @@ ADD_NORM = CudaNode(
     kernels=(
         Kernel(
             name="add_norm",
-            module="add_norm",
+            module="rows",
             parameters="normed total x bias residual weight norm_bias width! epsilon flags",
             flags=("bias", "residual", "weight", "norm_bias", "kind=rms"),
             constants={"BLOCK": BLOCK},
@@ -205,7 +205,7 @@ ACTIVATE = CudaNode(
     kernels=(
         Kernel(
             name="activate",
-            module="activate",
+            module="rows",
             parameters="out x bias width! activation flags",
             flags=("bias", "gated"),
             constants={"BLOCK": BLOCK},
@@ -226,7 +226,7 @@ ROTARY = CudaNode(
     kernels=(
         Kernel(
             name="rotary",
-            module="rotary",
+            module="rows",
             parameters="out qkv bias positions table num_heads width! flags",
             flags=("bias",),
             constants={"BLOCK": 128},
@@ -252,7 +252,7 @@ PACKED_ATTENTION = CudaNode(
     kernels=(
         Kernel(
             name="packed_attention",
-            module="packed_attention",
+            module="attention",
             parameters="out qkv bias offsets tiles bias_table slopes num_heads width! reach scale flags",
             flags=("bias", "bias_table", "slopes", "causal"),
             constants={"QUERIES": TILE},
@@ -281,7 +281,7 @@ PAGED_WRITE = CudaNode(
     kernels=(
         Kernel(
             name="paged_write",
-            module="paged_write",
+            module="attention",
             parameters=(
                 "written cache kv bias tables rows positions parts table_width num_heads width! num_layers layer flags"
             ),
@@ -313,7 +313,7 @@ PAGED_ATTENTION = CudaNode(
     kernels=(
         Kernel(
             name="paged_attention",
-            module="paged_attention",
+            module="attention",
             parameters=(
                 "out sums query bias cache tables rows lengths bias_table slopes table_width query_stride! num_heads"
                 " width! num_layers layer reach num_splits scale flags"
@@ -324,7 +324,7 @@ PAGED_ATTENTION = CudaNode(
         ),
         Kernel(
             name="merge_splits",
-            module="paged_attention",
+            module="attention",
             parameters="out sums num_heads width! num_splits",
             has_head_width=True,
             num_warps=1,
@@ -341,7 +341,7 @@ PICK = CudaNode(
     ),
     attributes=(),
     outputs=(Output("out", "float", "K, M", "states of the picked tokens"),),
-    kernels=(Kernel(name="pick", module="pick", parameters="out hidden picks width!", constants={"BLOCK": BLOCK}),),
+    kernels=(Kernel(name="pick", module="rows", parameters="out hidden picks width!", constants={"BLOCK": BLOCK}),),
 )
 
 SAMPLE = CudaNode(
@@ -371,7 +371,7 @@ SAMPLE = CudaNode(
     kernels=(
         Kernel(
             name="vocabulary",
-            module="vocabulary",
+            module="sampling",
             parameters="parts values logits bias float_params int_params edit_offsets vocab_size flags",
             flags=("bias",),
             constants={"BLOCK": VOCABULARY_PART},
@@ -379,7 +379,7 @@ SAMPLE = CudaNode(
         ),
         Kernel(
             name="sample",
-            module="sample",
+            module="sampling",
             parameters=(
                 "token_ids logprobs top_ids top_logprobs top_scores values parts logits bias positions float_params"
                 " int_params edit_offsets edit_ids edit_rounds edit_values vocab_size num_parts num_candidates flags"

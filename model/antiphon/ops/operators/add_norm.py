@@ -8,8 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional
 
-from antiphon.ops.operator import Attribute, Input, Operator, Output
-from antiphon.ops.torch_registration import register
+from antiphon.ops.operator import Attribute, Input, Operator, Output, register
 
 ADD_NORM = Operator(
     name="add_norm",

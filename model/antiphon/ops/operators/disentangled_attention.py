@@ -10,7 +10,7 @@ from torch import Tensor
 
 from antiphon.ops.attention import attention
 from antiphon.ops.disentangled import position_scores
-from antiphon.ops.operator import Input, Operator, Output
+from antiphon.ops.operator import Input, Operator, Output, register
 from antiphon.ops.operators.attention_inputs import (
     NUM_HEADS,
     QKV,
@@ -18,7 +18,6 @@ from antiphon.ops.operators.attention_inputs import (
     SOURCE_OFFSETS,
 )
 from antiphon.ops.operators.eager_attention import split_heads, token_ranges
-from antiphon.ops.torch_registration import register
 
 DISENTANGLED_ATTENTION = Operator(
     name="disentangled_attention",

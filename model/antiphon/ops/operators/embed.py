@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from antiphon.ops.operator import Attribute, Input, Operator, Output, PackedWeight
+from antiphon.ops.operator import Attribute, Input, Operator, Output, PackedWeight, register
 from antiphon.ops.operators import packed_weights
-from antiphon.ops.torch_registration import register
 
 EMBED = Operator(
     name="embed",

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from antiphon.ops.attention import attention as eager_attention
 from antiphon.ops.attention import cached_attention as eager_cached_attention
-from antiphon.ops.operator import Attribute, Input, Operator, Output
+from antiphon.ops.operator import Attribute, Input, Operator, Output, register
 from antiphon.ops.operators.attention_inputs import SCALE
-from antiphon.ops.torch_registration import register
 
 QUERY = Input("query", "float", "B, T, H, D", "queries")
 

@@ -9,9 +9,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from antiphon.ops.activations import ACTIVATIONS
-from antiphon.ops.operator import Attribute, Input, Operator, Output, PackedWeight
+from antiphon.ops.operator import Attribute, Input, Operator, Output, PackedWeight, register
 from antiphon.ops.operators import packed_weights
-from antiphon.ops.torch_registration import register
 
 LINEAR = Operator(
     name="linear",

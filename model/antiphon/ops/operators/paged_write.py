@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from antiphon.ops.cache_pool import write_position
-from antiphon.ops.operator import Input, Operator, Output
+from antiphon.ops.operator import Input, Operator, Output, register
 from antiphon.ops.operators.attention_inputs import (
     BLOCK_TABLES,
     CACHE,
@@ -20,7 +20,6 @@ from antiphon.ops.operators.attention_inputs import (
     SOURCE_OFFSETS,
 )
 from antiphon.ops.operators.eager_attention import split_heads, token_ranges
-from antiphon.ops.torch_registration import register
 
 PAGED_WRITE = Operator(
     name="paged_write",

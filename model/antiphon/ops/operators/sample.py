@@ -18,11 +18,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from antiphon.ops.operator import Input, Operator, Output, PackedWeight, Shape
+from antiphon.ops.operator import Input, Operator, Output, PackedWeight, Shape, register
 from antiphon.ops.operators import packed_weights
 from antiphon.ops.sampling import FLOAT_PARAMS, INT_PARAMS, SamplingArrays
 from antiphon.ops.sampling import sample as sample_in_numpy
-from antiphon.ops.torch_registration import register
 
 PARAMS = (
     Input("picks", "int32", "K", "the new token that each sample follows, by index"),

@@ -15,7 +15,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from antiphon.ops.activations import ACTIVATIONS
-from antiphon.ops.operator import Attribute, Input, Operator, Output, PackedWeight
+from antiphon.ops.operator import Attribute, Input, Operator, Output, PackedWeight, register
 from antiphon.ops.operators import packed_weights
 from antiphon.ops.operators.add_norm import ADD_NORM, add_norm
 from antiphon.ops.operators.attention_inputs import (
@@ -37,7 +37,6 @@ from antiphon.ops.operators.eager_attention import (
     rotary,
 )
 from antiphon.ops.operators.linear import gate, linear
-from antiphon.ops.torch_registration import register
 
 _PARTS = {"float32": packed_weights.FLOAT32, "int8": packed_weights.INT8, "int4": packed_weights.INT4}
 _STATES = (

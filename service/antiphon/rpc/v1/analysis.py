@@ -18,9 +18,8 @@ from antiphon.domain.request import Arrival, Request, Task
 from antiphon.domain.sampling_params import SamplingParams, check_tokens
 from antiphon.engine.engine import Engine
 from antiphon.engine.logits_processors import LogitsProcessors
-from antiphon.ops.logits_warpers import Warp
+from antiphon.ops.logits_warpers import Stage, StageDistribution, Warp, likeliest_ids, sampling_stages
 from antiphon.ops.sampling import FLOAT_PARAMS, as_float32
-from antiphon.ops.sampling_stages import Stage, StageDistribution, likeliest_ids, sampling_stages
 from antiphon.rpc.context import RequestContext
 from antiphon.rpc.v1.inputs import Inputs, Source
 from antiphon.rpc.v1.languages import RequestLanguages, languages_of
