@@ -12,8 +12,9 @@ import torch
 from antiphon.ops.operator import Attribute, Input, Kind, Node, Operator, Output, register, torch_operator, torch_schema
 from antiphon.ops.operators.all_operators import OPERATORS
 from antiphon.ops.operators.operator_table import MARKER, document
-from antiphon.ops.operators.sample import OUTPUTS, PARAMS
+from antiphon.ops.operators.sample import PARAMS
 from antiphon.ops.sampling import Samples, SamplingArrays
+from antiphon.ops.shared_inputs import SAMPLES
 from antiphon.ops.workspace import LIBRARY
 
 DOCS = Path(__file__).parents[3] / "docs" / "OPERATORS.md"
@@ -49,7 +50,7 @@ def test_operators_are_registered_with_pytorch_as_declared() -> None:
 
 def test_sample_is_declared_with_the_fields_of_its_arrays() -> None:
     assert [given.name for given in PARAMS] == [field.name for field in fields(SamplingArrays)]
-    assert [output.name for output in OUTPUTS] == [field.name for field in fields(Samples)]
+    assert [output.name for output in SAMPLES] == [field.name for field in fields(Samples)]
 
 
 def test_function_with_other_parameters_than_declared_is_refused() -> None:

@@ -20,11 +20,25 @@ the CPU operators, so that threads read whole vectors.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from antiphon.ops.cuda import TILE
 from antiphon.ops.operator import Attribute, Input, Node, Output
+from antiphon.ops.shared_inputs import (
+    BIAS_TABLE,
+    BLOCK_TABLES,
+    CAUSAL,
+    EDITS,
+    LAYER,
+    NORM,
+    NUM_HEADS,
+    QKV,
+    SAMPLES,
+    SCALE,
+    SLOPES,
+    SOURCE_OFFSETS,
+)
 
 ACTIVATIONS = ("none", "relu", "gelu", "gelu_tanh", "silu", "tanh")
 """Names of activations; kernels know them by their index."""
@@ -120,19 +134,11 @@ class CudaNode(Node):
         return " ".join(f"{parameter.name}:{parameter.letter}" for parameter in self.parameters(kernel))
 
 
-_HEADS = Attribute("num_heads", int, "H")
-_SCALE = Attribute("scale", float, "factor of the scores before the bias")
-_LAYER = Attribute("layer", int, "decoder layer whose part of the cache is used")
 _CACHE = Input("cache", "cache", "num_blocks, L, 2, H, 16, D", "the pool")
-_TABLES = Input("tables", "int32", "R, X", "blocks of each row, in the order of its positions")
-_BIAS_TABLE = Input(
-    "bias_table",
-    "float32",
-    "H, 2 * reach + 1",
-    "score bias by distance key - query; the outermost entries cover larger distances",
-    optional=True,
-)
-_SLOPES = Input("slopes", "float32", "H", "slope * the absolute distance is subtracted from scores", optional=True)
+_TABLES = replace(BLOCK_TABLES, name="tables")
+_BIAS_TABLE = replace(BIAS_TABLE, kind="float32")
+_SLOPES = replace(SLOPES, kind="float32")
+_EDIT_OFFSETS, _EDIT_IDS, _EDIT_VALUES = EDITS
 _ROWS = Input("rows", "int32", "N", "row of each token")
 _POSITIONS = Input("positions", "int32", "N", "position of each token in its row; -1 for padding")
 
@@ -175,10 +181,7 @@ ADD_NORM = CudaNode(
         Input("weight", "float", "M", "factors after the norm", optional=True),
         Input("norm_bias", "float", "M", "added after the norm", optional=True),
     ),
-    attributes=(
-        Attribute("epsilon", float, "added to the variance or mean square"),
-        Attribute("kind", str, "`layer` or `rms`"),
-    ),
+    attributes=NORM,
     outputs=(
         Output("normed", "float", "N, M", "norm of the sum"),
         Output("total", "float", "N, M", "x + bias + residual"),
@@ -216,12 +219,12 @@ ACTIVATE = CudaNode(
 ROTARY = CudaNode(
     name="CudaRotary",
     inputs=(
-        Input("qkv", "float", "N, 3 H D", "queries, keys and values of each token"),
+        QKV,
         _bias("3 H D"),
         _POSITIONS,
         Input("table", "float32", "P, D", "of each position the cosines of its D / 2 angles, then the sines"),
     ),
-    attributes=(_HEADS,),
+    attributes=(NUM_HEADS,),
     outputs=(Output("out", "float", "N, 3 H D", "queries and keys rotated; values with their bias only"),),
     kernels=(
         Kernel(
@@ -238,16 +241,16 @@ ROTARY = CudaNode(
 PACKED_ATTENTION = CudaNode(
     name="CudaPackedAttention",
     inputs=(
-        Input("qkv", "float", "N, 3 H D", "queries, keys and values of each token"),
+        QKV,
         _bias("3 H D"),
-        Input("offsets", "int32", "B + 1", "sequence b holds the tokens offsets[b] to offsets[b + 1] - 1"),
+        SOURCE_OFFSETS,
         Input(
             "tiles", "int32", "W, 2", f"of each tile of {TILE} queries its sequence, -1 for padding, and first query"
         ),
         _BIAS_TABLE,
         _SLOPES,
     ),
-    attributes=(_HEADS, _SCALE, Attribute("causal", bool, "each token sees itself and the tokens before it only")),
+    attributes=(NUM_HEADS, SCALE, CAUSAL),
     outputs=(Output("out", "float", "N, H D", "weighted sums of values"),),
     kernels=(
         Kernel(
@@ -276,7 +279,7 @@ PAGED_WRITE = CudaNode(
         _ROWS,
         _POSITIONS,
     ),
-    attributes=(_HEADS, _LAYER),
+    attributes=(NUM_HEADS, LAYER),
     outputs=(Output("written", "int32", "1", "1; readers of the cache take it as an input, so that they run later"),),
     kernels=(
         Kernel(
@@ -305,7 +308,7 @@ PAGED_ATTENTION = CudaNode(
         _BIAS_TABLE,
         _SLOPES,
     ),
-    attributes=(_HEADS, _SCALE, _LAYER),
+    attributes=(NUM_HEADS, SCALE, LAYER),
     outputs=(
         Output("out", "float", "N, H D", "weighted sums of values"),
         Output("sums", "float32", "N, H, S, D + 2", "workspace: sums, largest score and weight of each split"),
@@ -352,19 +355,15 @@ SAMPLE = CudaNode(
         Input("positions", "int32", "K", "positions of the picked tokens, counters of the random numbers"),
         Input("float_params", "float32", "K, 4", "of each sample: FLOAT_PARAMS of sampling.py"),
         Input("int_params", "int64", "K, 6", "of each sample: INT_PARAMS of sampling.py"),
-        Input("edit_offsets", "int32", "K + 1", "sample i has the edits edit_offsets[i] to edit_offsets[i + 1] - 1"),
-        Input("edit_ids", "int32", "E", "token of each edit"),
+        _EDIT_OFFSETS,
+        _EDIT_IDS,
         Input("edit_rounds", "int32", "E", "number of earlier edits of the same sample and token"),
-        Input("edit_values", "float32", "E, 3", "bias, penalty and shift of each edit"),
+        replace(_EDIT_VALUES, kind="float32"),
         Input("candidates", "int32", "k", "its size is the number of candidates; the values are not read"),
     ),
     attributes=(),
     outputs=(
-        Output("token_ids", "int32", "K", "tokens; -1 where logits are not finite, -2 where every token is forbidden"),
-        Output("logprobs", "float32", "K", "their log-probabilities"),
-        Output("top_ids", "int32", "K, k", "candidates, likeliest first; -1 beyond the last"),
-        Output("top_logprobs", "float32", "K, k", "log-probabilities of the candidates"),
-        Output("top_scores", "float32", "K, k", "log-probabilities of the candidates after the edits"),
+        *(replace(output, kind="int32" if output.kind == "int64" else "float32") for output in SAMPLES),
         Output("values", "float32", "K, V", "workspace: edited values of samples that are not plain argmax"),
         Output("parts", "float32", "K, C, 3", "workspace: of each part largest logit, its token, sum of exp"),
     ),

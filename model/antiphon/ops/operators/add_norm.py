@@ -8,7 +8,8 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional
 
-from antiphon.ops.operator import Attribute, Input, Operator, Output, register
+from antiphon.ops.operator import Input, Operator, Output, register
+from antiphon.ops.shared_inputs import NORM
 
 ADD_NORM = Operator(
     name="add_norm",
@@ -19,10 +20,7 @@ ADD_NORM = Operator(
         Input("weight", "float", "M", "factors after the norm", optional=True),
         Input("bias", "float", "M", "added after the norm", optional=True),
     ),
-    attributes=(
-        Attribute("epsilon", float, "added to the variance or mean square"),
-        Attribute("kind", str, "`layer` or `rms`"),
-    ),
+    attributes=NORM,
     outputs=(
         Output("normed", "float", "N, M", "norm of the sum"),
         Output("sum", "float", "N, M", "the sum itself"),

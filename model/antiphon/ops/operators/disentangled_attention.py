@@ -11,13 +11,8 @@ from torch import Tensor
 from antiphon.ops.attention import attention
 from antiphon.ops.disentangled import position_scores
 from antiphon.ops.operator import Input, Operator, Output, register
-from antiphon.ops.operators.attention_inputs import (
-    NUM_HEADS,
-    QKV,
-    SCALE,
-    SOURCE_OFFSETS,
-)
 from antiphon.ops.operators.eager_attention import split_heads, token_ranges
+from antiphon.ops.shared_inputs import NUM_HEADS, QKV, SCALE, SOURCE_OFFSETS
 
 DISENTANGLED_ATTENTION = Operator(
     name="disentangled_attention",

@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from antiphon.ops.operator import Attribute, Input, Operator, Output, PackedWeight, register
-from antiphon.ops.operators import packed_weights
+from antiphon.ops.shared_inputs import FLOAT32_WEIGHT, INT8_WEIGHT
 
 EMBED = Operator(
     name="embed",
@@ -26,7 +26,7 @@ EMBED = Operator(
         PackedWeight(
             sizes=("vocab", "width"),
             # An embedding reads single rows, so it needs no column sums.
-            parts={"float32": packed_weights.FLOAT32, "int8": packed_weights.INT8[:2]},
+            parts={"float32": FLOAT32_WEIGHT, "int8": INT8_WEIGHT[:2]},
         ),
     ),
 )

@@ -13,7 +13,7 @@ from torch import Tensor
 from antiphon.ops.attention import attention as eager_attention
 from antiphon.ops.attention import cached_attention as eager_cached_attention
 from antiphon.ops.operator import Attribute, Input, Operator, Output, register
-from antiphon.ops.operators.attention_inputs import SCALE
+from antiphon.ops.shared_inputs import SCALE
 
 QUERY = Input("query", "float", "B, T, H, D", "queries")
 

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from antiphon.ops.activations import ACTIVATIONS
 from antiphon.ops.operator import Attribute, Input, Operator, Output, PackedWeight, register
-from antiphon.ops.operators import packed_weights
+from antiphon.ops.shared_inputs import FLOAT32_WEIGHT, INT4_WEIGHT, INT8_WEIGHT
 
 LINEAR = Operator(
     name="linear",
@@ -26,7 +26,7 @@ LINEAR = Operator(
     weights=(
         PackedWeight(
             sizes=("width",),
-            parts={"float32": packed_weights.FLOAT32, "int8": packed_weights.INT8, "int4": packed_weights.INT4},
+            parts={"float32": FLOAT32_WEIGHT, "int8": INT8_WEIGHT, "int4": INT4_WEIGHT},
         ),
     ),
 )

@@ -12,14 +12,8 @@ from torch import Tensor
 
 from antiphon.ops.cache_pool import write_position
 from antiphon.ops.operator import Input, Operator, Output, register
-from antiphon.ops.operators.attention_inputs import (
-    BLOCK_TABLES,
-    CACHE,
-    LAYER,
-    NUM_HEADS,
-    SOURCE_OFFSETS,
-)
 from antiphon.ops.operators.eager_attention import split_heads, token_ranges
+from antiphon.ops.shared_inputs import BLOCK_TABLES, CACHE, LAYER, NUM_HEADS, SOURCE_OFFSETS
 
 PAGED_WRITE = Operator(
     name="paged_write",

@@ -18,26 +18,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from antiphon.ops.operator import Input, Operator, Output, PackedWeight, Shape, register
-from antiphon.ops.operators import packed_weights
+from antiphon.ops.operator import Input, Operator, PackedWeight, Shape, register
 from antiphon.ops.sampling import FLOAT_PARAMS, INT_PARAMS, SamplingArrays
 from antiphon.ops.sampling import sample as sample_in_numpy
+from antiphon.ops.shared_inputs import EDITS, FLOAT32_WEIGHT, INT8_WEIGHT, SAMPLES
 
 PARAMS = (
     Input("picks", "int32", "K", "the new token that each sample follows, by index"),
     Input("float_params", "float", "K, F", "of each sample: " + ", ".join(FLOAT_PARAMS)),
     Input("int_params", "int64", "K, I", "of each sample: " + ", ".join(INT_PARAMS)),
-    Input("edit_offsets", "int32", "K + 1", "sample i has the edits edit_offsets[i] to edit_offsets[i + 1] - 1"),
-    Input("edit_ids", "int32", "E", "token of each edit"),
-    Input("edit_values", "float", "E, 3", "bias, penalty and shift of each edit"),
-)
-
-OUTPUTS = (
-    Output("token_ids", "int64", "K", "tokens; -1 where logits are not finite, -2 where every token is forbidden"),
-    Output("logprobs", "float", "K", "their log-probabilities"),
-    Output("top_ids", "int64", "K, k", "candidates, likeliest first; -1 beyond the last"),
-    Output("top_logprobs", "float", "K, k", "log-probabilities of the candidates"),
-    Output("top_scores", "float", "K, k", "log-probabilities of the candidates after the edits"),
+    *EDITS,
 )
 
 
@@ -57,9 +47,9 @@ SAMPLE = Operator(
         *PARAMS,
         Input("bias", "float", "V", "added to the logits", optional=True),
     ),
-    outputs=OUTPUTS,
+    outputs=SAMPLES,
     shapes=_shapes,
-    weights=(PackedWeight(sizes=("vocab",), parts={"float32": packed_weights.FLOAT32, "int8": packed_weights.INT8}),),
+    weights=(PackedWeight(sizes=("vocab",), parts={"float32": FLOAT32_WEIGHT, "int8": INT8_WEIGHT}),),
 )
 
 
@@ -72,4 +62,4 @@ def sample(hidden: Tensor, weight: Tensor, positions: Tensor, *params_and_bias: 
     picked = sampling.picks.astype(np.int64)
     logits = functional.linear(hidden[picked], weight, bias)
     samples = sample_in_numpy(logits.numpy(), sampling, positions.numpy()[picked])
-    return tuple(torch.from_numpy(getattr(samples, output.name)) for output in OUTPUTS)
+    return tuple(torch.from_numpy(getattr(samples, output.name)) for output in SAMPLES)

@@ -16,20 +16,7 @@ from torch import Tensor
 
 from antiphon.ops.activations import ACTIVATIONS
 from antiphon.ops.operator import Attribute, Input, Operator, Output, PackedWeight, register
-from antiphon.ops.operators import packed_weights
-from antiphon.ops.operators.add_norm import ADD_NORM, add_norm
-from antiphon.ops.operators.attention_inputs import (
-    BIAS_TABLE,
-    BLOCK_TABLES,
-    CACHE,
-    LAYER,
-    NUM_HEADS,
-    ROTARY_TABLE,
-    ROW_OFFSETS,
-    SCALE,
-    SLOPES,
-    SOURCE_OFFSETS,
-)
+from antiphon.ops.operators.add_norm import add_norm
 from antiphon.ops.operators.eager_attention import (
     packed_attention,
     paged_cross_attention,
@@ -37,8 +24,25 @@ from antiphon.ops.operators.eager_attention import (
     rotary,
 )
 from antiphon.ops.operators.linear import gate, linear
+from antiphon.ops.shared_inputs import (
+    BIAS_TABLE,
+    BLOCK_TABLES,
+    CACHE,
+    CAUSAL,
+    FLOAT32_WEIGHT,
+    INT4_WEIGHT,
+    INT8_WEIGHT,
+    LAYER,
+    NORM,
+    NUM_HEADS,
+    ROTARY_TABLE,
+    ROW_OFFSETS,
+    SCALE,
+    SLOPES,
+    SOURCE_OFFSETS,
+)
 
-_PARTS = {"float32": packed_weights.FLOAT32, "int8": packed_weights.INT8, "int4": packed_weights.INT4}
+_PARTS = {"float32": FLOAT32_WEIGHT, "int8": INT8_WEIGHT, "int4": INT4_WEIGHT}
 _STATES = (
     Input("x", "float", "N, M", "input of the sublayer"),
     Input("residual", "float", "N, M", "added to its result; the same as x if norms come after sums"),
@@ -73,7 +77,7 @@ FEED_FORWARD_SUBLAYER = Operator(
     attributes=(
         Attribute("activation", str, f"one of {', '.join(ACTIVATIONS)}"),
         Attribute("gated", bool, "the second half of the first product is multiplied by its activated first half"),
-        *ADD_NORM.attributes,
+        *NORM,
     ),
     outputs=_OUTPUTS,
     shapes=lambda given: [given["x"].shape, given["x"].shape],
@@ -100,8 +104,8 @@ PACKED_ATTENTION_SUBLAYER = Operator(
     attributes=(
         NUM_HEADS,
         SCALE,
-        Attribute("causal", bool, "each token sees itself and the tokens before it only"),
-        *ADD_NORM.attributes,
+        CAUSAL,
+        *NORM,
     ),
     outputs=_OUTPUTS,
     shapes=lambda given: [given["x"].shape, given["x"].shape],
@@ -127,7 +131,7 @@ PAGED_SELF_ATTENTION_SUBLAYER = Operator(
         SLOPES,
         ROTARY_TABLE,
     ),
-    attributes=(NUM_HEADS, SCALE, LAYER, *ADD_NORM.attributes),
+    attributes=(NUM_HEADS, SCALE, LAYER, *NORM),
     outputs=(*_OUTPUTS, Output("present", "cache", CACHE.axes, "the cache with the new tokens", updates="cache")),
     shapes=lambda given: [given["x"].shape, given["x"].shape, given["cache"].shape],
     weights=(
@@ -149,7 +153,7 @@ PAGED_CROSS_ATTENTION_SUBLAYER = Operator(
         ROW_OFFSETS,
         Input("source_lens", "int32", "R", "tokens of each row's source"),
     ),
-    attributes=(NUM_HEADS, SCALE, LAYER, *ADD_NORM.attributes),
+    attributes=(NUM_HEADS, SCALE, LAYER, *NORM),
     outputs=_OUTPUTS,
     shapes=lambda given: [given["x"].shape, given["x"].shape],
     weights=(

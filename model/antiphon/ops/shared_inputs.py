@@ -1,0 +1,81 @@
+"""Inputs, attributes and outputs that several operators declare alike, those for GPUs included.
+
+Axes: N packed tokens; B sources, R rows, X width of a block table, H heads, C heads of the pool, D head width, T
+positions, L layers; K samples, E edits, k candidates. Of a packed weight: O outputs (V of an embedding), K inputs (M of
+an embedding); Op is O rounded up to 16, Kp is K rounded up to 64.
+"""
+
+from __future__ import annotations
+
+from antiphon.ops.operator import Attribute, Input, Output
+
+QKV = Input("qkv", "float", "N, 3 H D", "queries, keys and values of each token")
+SOURCE_OFFSETS = Input("offsets", "int32", "B + 1", "sequence b holds the tokens offsets[b] to offsets[b + 1] - 1")
+ROW_OFFSETS = Input("offsets", "int32", "R + 1", "the new tokens of row r are offsets[r] to offsets[r + 1] - 1")
+CACHE = Input(
+    "cache",
+    "cache",
+    "num_blocks, L, 2, C, 16 * Dp",
+    "the pool of cache_geometry.py; a layer uses the first H of C heads",
+)
+BLOCK_TABLES = Input("block_tables", "int32", "R, X", "blocks of each row, in the order of its positions")
+BIAS_TABLE = Input(
+    "bias_table",
+    "float",
+    "H, 2 * reach + 1",
+    "score bias by distance key - query; the outermost entries cover larger distances (T5: Raffel et al. 2020,"
+    " section 2.1)",
+    optional=True,
+)
+SLOPES = Input(
+    "slopes",
+    "float",
+    "H",
+    "slope * the absolute distance is subtracted from scores (ALiBi: Press et al. 2022, section 3)",
+    optional=True,
+)
+ROTARY_TABLE = Input(
+    "rotary_table",
+    "float",
+    "P, D",
+    "of each position the cosines of its D / 2 angles, then the sines; queries and keys are rotated by them (Su et al."
+    " 2021, section 3.4)",
+    optional=True,
+)
+NUM_HEADS = Attribute("num_heads", int, "H")
+SCALE = Attribute("scale", float, "factor of the scores before the bias")
+LAYER = Attribute("layer", int, "decoder layer whose part of the cache is used")
+CAUSAL = Attribute("causal", bool, "each token sees itself and the tokens before it only")
+NORM = (
+    Attribute("epsilon", float, "added to the variance or mean square"),
+    Attribute("kind", str, "`layer` or `rms`"),
+)
+
+EDITS = (
+    Input("edit_offsets", "int32", "K + 1", "sample i has the edits edit_offsets[i] to edit_offsets[i + 1] - 1"),
+    Input("edit_ids", "int32", "E", "token of each edit"),
+    Input("edit_values", "float", "E, 3", "bias, penalty and shift of each edit"),
+)
+SAMPLES = (
+    Output("token_ids", "int64", "K", "tokens; -1 where logits are not finite, -2 where every token is forbidden"),
+    Output("logprobs", "float", "K", "their log-probabilities"),
+    Output("top_ids", "int64", "K, k", "candidates, likeliest first; -1 beyond the last"),
+    Output("top_logprobs", "float", "K, k", "log-probabilities of the candidates"),
+    Output("top_scores", "float", "K, k", "log-probabilities of the candidates after the edits"),
+)
+
+# Inputs that hold a packed weight, by precision; model/antiphon/export/weights/packing.py packs the weights.
+FLOAT32_WEIGHT = (Input("weight", "float", "Op / 16, K, 16", "panels of 16 outputs"),)
+
+INT8_WEIGHT = (
+    Input("weight", "int8", "Op / 16, Kp / 4, 16, 4", "panels of 16 outputs, four inputs of an output adjacent"),
+    Input("scales", "float", "Op", "of each output: weight = integer * scale"),
+    Input("column_sums", "int32", "Op", "of each output, the sum of its integers"),
+)
+
+INT4_WEIGHT = (
+    Input("weight", "int8", "Op / 16, Kp / 8, 16, 4", "panels of 16 outputs, two inputs in a byte"),
+    Input("ratios", "float16", "Op / 16, Kp / 32, 16", "scales of groups of 32 inputs, relative to the output's scale"),
+    Input("scales", "float", "Op", "of each output: weight = integer * 16 * ratio * scale"),
+    Input("offsets", "float", "Op", "of each output, the sum of its integer * 16 * ratio"),
+)
