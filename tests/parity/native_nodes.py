@@ -20,9 +20,9 @@ from antiphon.bundle.native_stepper import run_native
 from antiphon.bundle.session import native_session
 from antiphon.export.weights.packing import pack_float
 from antiphon.ops.cache_geometry import BLOCK_SIZE, blocks_for, padded_width
-from antiphon.ops.cache_pool import write_position
 from antiphon.ops.operator import DOMAIN
-from antiphon.ops.operators.all_operators import OPERATORS
+from antiphon.ops.operators import OPERATORS
+from antiphon.ops.operators.attention import write_position
 from antiphon.ops.workspace import LIBRARY
 
 Array = NDArray[Any]

@@ -14,9 +14,9 @@ from torch.testing import assert_close
 from antiphon.ops.activations import ACTIVATIONS
 from antiphon.ops.cache_geometry import BLOCK_SIZE, blocks_for
 from antiphon.ops.cuda import PADDING, TILE, nodes, references
-from antiphon.ops.operators import eager_attention, embed, paged_write
-from antiphon.ops.operators.add_norm import add_norm
+from antiphon.ops.operators import attention as eager_attention
 from antiphon.ops.operators.linear import gate
+from antiphon.ops.operators.rows import add_norm, embed
 from antiphon.ops.sampling import FLOAT_PARAMS, INT_PARAMS, greedy_sampling
 from antiphon.ops.sampling import sample as sample_in_numpy
 
@@ -83,7 +83,7 @@ def test_sample_is_declared_with_all_parameters_of_a_sample() -> None:
 @pytest.mark.parametrize("position_table", [None, normal(9, STATES, seed=1)])
 def test_embed_equals_the_operator(position_table: Tensor | None) -> None:
     tokens, positions, weight = ints(3, 0, 6, 5), ints(0, 8, 2, 1), normal(7, STATES)
-    expected = embed.embed(tokens.long(), positions, weight, position_table, scale=4.0)
+    expected = embed(tokens.long(), positions, weight, position_table, scale=4.0)
     found = references.embed(tokens, positions, weight, position_table, None, None, None, None, scale=4.0)
     assert_close(found, expected, **TOLERANCE)
 
@@ -136,7 +136,9 @@ def test_packed_attention_equals_the_operator(kind: str, causal: bool) -> None:
 
 def test_paged_write_equals_the_operator() -> None:
     kv, bias, (before, cache) = normal(sum(LENS), 2 * STATES), normal(2 * STATES, seed=1), pools(LENS)
-    _, expected = paged_write.paged_write(kv + bias, before, tables(LENS), ramp(LENS), None, num_heads=HEADS, layer=1)
+    _, expected = eager_attention.paged_write(
+        kv + bias, before, tables(LENS), ramp(LENS), None, num_heads=HEADS, layer=1
+    )
     rows = torch.repeat_interleave(torch.tensor(LENS))
     positions = torch.cat([torch.arange(length) for length in LENS])
     padding = torch.tensor([PADDING])
@@ -169,7 +171,7 @@ def test_write_and_paged_attention_equal_self_attention(kind: str) -> None:
 def test_paged_attention_equals_cross_attention_and_gives_padding_zeros() -> None:
     lens, counts = (3, 40), (2, 1)
     query, bias, (cache, _) = normal(sum(counts), STATES), normal(STATES, seed=1), pools(lens)
-    _, cache = paged_write.paged_write(
+    _, cache = eager_attention.paged_write(
         normal(sum(lens), 2 * STATES), cache, tables(lens), ramp(lens), None, num_heads=HEADS, layer=0
     )
     attributes: dict[str, Any] = dict(num_heads=HEADS, layer=0, scale=0.3)

@@ -17,17 +17,16 @@ from numpy.typing import NDArray
 
 from antiphon.export.weights.packing import pack_float, pack_int8, unpack_int8
 from antiphon.ops.activations import ACTIVATIONS
-from antiphon.ops.operators.add_norm import add_norm
-from antiphon.ops.operators.disentangled_attention import disentangled_attention
-from antiphon.ops.operators.eager_attention import (
+from antiphon.ops.operators.attention import (
+    disentangled_attention,
     packed_attention,
     paged_cross_attention,
     paged_self_attention,
+    paged_write,
     rotary,
 )
-from antiphon.ops.operators.embed import embed
 from antiphon.ops.operators.linear import gate, linear
-from antiphon.ops.operators.paged_write import paged_write
+from antiphon.ops.operators.rows import add_norm, embed
 from tests.parity import native_nodes
 from tests.parity.native_nodes import Pool, attend, normal, ramp, run_node
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from antiphon.bundle.native_stepper import sampling_inputs
 from antiphon.export.weights.packing import pack_float, pack_int4, pack_int8
 from antiphon.ops.operator import NODE_PREFIXES
-from antiphon.ops.operators.all_operators import OPERATORS
+from antiphon.ops.operators import OPERATORS
 from antiphon.ops.sampling import FLOAT_PARAMS, INT_PARAMS, neutral_sampling
 from tests.batches import SampleSettings, sampling_of
 from tests.parity import native_calls

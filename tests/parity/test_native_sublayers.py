@@ -14,8 +14,8 @@ import torch
 from numpy.typing import NDArray
 
 from antiphon.ops.cache_geometry import BLOCK_SIZE, padded_width
-from antiphon.ops.cache_pool import read_positions
 from antiphon.ops.operator import NODE_PREFIXES
+from antiphon.ops.operators.attention import read_positions
 from tests.parity.native_calls import CALLS, Arrays
 from tests.parity.native_nodes import attend, gate, normal, ramp, run_node
 

@@ -10,14 +10,11 @@ import torch
 from torch import Tensor
 
 from antiphon.bundle.native_stepper import sampling_inputs
-from antiphon.ops.cache_pool import read_positions, write_position
 from antiphon.ops.operator import torch_operator
-from antiphon.ops.operators.add_norm import add_norm
-from antiphon.ops.operators.all_operators import OPERATORS
-from antiphon.ops.operators.disentangled_attention import disentangled_attention
-from antiphon.ops.operators.embed import embed
+from antiphon.ops.operators import OPERATORS
+from antiphon.ops.operators.attention import disentangled_attention, paged_write, read_positions, write_position
 from antiphon.ops.operators.linear import linear
-from antiphon.ops.operators.paged_write import paged_write
+from antiphon.ops.operators.rows import add_norm, embed
 from antiphon.ops.operators.sample import SAMPLE, sample
 from antiphon.ops.operators.sublayers import (
     feed_forward_sublayer,

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from antiphon.ops.operator import Attribute, Input, Kind, Node, Operator, Output, register, torch_operator, torch_schema
-from antiphon.ops.operators.all_operators import OPERATORS
-from antiphon.ops.operators.operator_table import MARKER, document
+from antiphon.ops.operators import OPERATORS
+from antiphon.ops.operators.__main__ import MARKER, document
 from antiphon.ops.operators.sample import PARAMS
 from antiphon.ops.sampling import Samples, SamplingArrays
 from antiphon.ops.shared_inputs import SAMPLES
@@ -31,7 +31,7 @@ def signature(node: Node) -> str:
 def test_documented_operators_equal_the_declared_ones() -> None:
     _, marker, generated = DOCS.read_text(encoding="utf-8").partition(MARKER)
     assert marker
-    command = "python -m antiphon.ops.operators.operator_table docs/OPERATORS.md"
+    command = "python -m antiphon.ops.operators docs/OPERATORS.md"
     assert generated == "\n" + document(OPERATORS), f"run {command}"
 
 

@@ -33,7 +33,7 @@ from antiphon.export.graphs.cuda_graph import CudaGraph, State
 from antiphon.export.graphs.graph_edit import constant_array, static_dim
 from antiphon.ops.cuda import nodes
 from antiphon.ops.cuda.nodes import HEAD_WIDTHS, MAX_FLOAT32_HEAD_WIDTH, MAX_PARTS, VOCABULARY_PART
-from antiphon.ops.operators.all_operators import OPERATORS
+from antiphon.ops.operators import OPERATORS
 
 MAX_VOCABULARY = MAX_PARTS * VOCABULARY_PART
 _GRANULE = 16  # Kernels read vectors of 16 bytes or more, of elements of one or two bytes.

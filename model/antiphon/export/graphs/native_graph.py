@@ -18,11 +18,10 @@ from torch import Tensor, nn
 
 from antiphon.architecture.config import ModelConfig
 from antiphon.export.graphs.relative_tables import RelativeTables, relative_tables
-from antiphon.ops.operators import add_norm as norms
-from antiphon.ops.operators.disentangled_attention import disentangled_attention
-from antiphon.ops.operators.embed import embed
+from antiphon.ops.operators import rows as norms
+from antiphon.ops.operators.attention import disentangled_attention, paged_write
 from antiphon.ops.operators.linear import linear as product
-from antiphon.ops.operators.paged_write import paged_write
+from antiphon.ops.operators.rows import embed
 from antiphon.ops.operators.sample import sample
 from antiphon.ops.operators.sublayers import (
     feed_forward_sublayer,

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from antiphon.ops.operator import Operator, onnx_operator, torch_operator
-from antiphon.ops.operators.all_operators import OPERATORS
+from antiphon.ops.operators import OPERATORS
 
 
 def translation(operator: Operator) -> Callable[..., Any]:

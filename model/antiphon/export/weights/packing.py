@@ -32,7 +32,7 @@ from antiphon.export.graphs.graph_edit import Editor, constant_array, take_over
 from antiphon.export.weights.quantize import quantize_rows
 from antiphon.export.weights.quantize_groups import GROUP, quantize_groups
 from antiphon.ops.operator import DOMAIN, Operator
-from antiphon.ops.operators.all_operators import OPERATORS
+from antiphon.ops.operators import OPERATORS
 
 PANEL = 16
 DEPTH = 64

@@ -27,9 +27,8 @@ from antiphon.errors import CheckpointError
 from antiphon.export.graphs.graph_edit import constant_array
 from antiphon.export.weights.packing import unpack_weight
 from antiphon.ops.operator import DOMAIN, Operator
-from antiphon.ops.operators.add_norm import ADD_NORM
-from antiphon.ops.operators.all_operators import OPERATORS
-from antiphon.ops.operators.embed import EMBED
+from antiphon.ops.operators import OPERATORS
+from antiphon.ops.operators.rows import ADD_NORM, EMBED
 from antiphon.text.tokenizer import open_tokenizer
 from antiphon.transformer.layers import DecoderLayer, EncoderLayer
 from antiphon.transformer.transformer import Stack, Transformer

@@ -20,11 +20,11 @@ from torch import Tensor
 from antiphon.ops.activations import ACTIVATIONS
 from antiphon.ops.attention import attention
 from antiphon.ops.cache_geometry import BLOCK_SIZE, blocks_for
-from antiphon.ops.operators import eager_attention
-from antiphon.ops.operators.add_norm import add_norm as eager_add_norm
-from antiphon.ops.operators.eager_attention import score_bias, split_heads
-from antiphon.ops.operators.embed import embed as eager_embed
+from antiphon.ops.operators import attention as eager_attention
+from antiphon.ops.operators.attention import score_bias, split_heads
 from antiphon.ops.operators.linear import gate
+from antiphon.ops.operators.rows import add_norm as eager_add_norm
+from antiphon.ops.operators.rows import embed as eager_embed
 from antiphon.ops.sampling import SamplingArrays
 from antiphon.ops.sampling import sample as sample_in_numpy
 

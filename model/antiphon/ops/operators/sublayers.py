@@ -16,14 +16,9 @@ from torch import Tensor
 
 from antiphon.ops.activations import ACTIVATIONS
 from antiphon.ops.operator import Attribute, Input, Operator, Output, PackedWeight, register
-from antiphon.ops.operators.add_norm import add_norm
-from antiphon.ops.operators.eager_attention import (
-    packed_attention,
-    paged_cross_attention,
-    paged_self_attention,
-    rotary,
-)
+from antiphon.ops.operators.attention import packed_attention, paged_cross_attention, paged_self_attention, rotary
 from antiphon.ops.operators.linear import gate, linear
+from antiphon.ops.operators.rows import add_norm
 from antiphon.ops.shared_inputs import (
     BIAS_TABLE,
     BLOCK_TABLES,

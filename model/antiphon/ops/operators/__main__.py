@@ -1,6 +1,6 @@
 """Documentation of the operators, written from their declarations.
 
-    python -m antiphon.ops.operators.operator_table docs/OPERATORS.md
+    python -m antiphon.ops.operators docs/OPERATORS.md
 
 rewrites the part of that file that follows MARKER. A test compares the file with the declarations.
 """
@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from antiphon.ops.operator import NODE_PREFIXES, Input, Operator, Output
-from antiphon.ops.operators.all_operators import OPERATORS
+from antiphon.ops.operators import OPERATORS
 
-MARKER = "<!-- Everything below is written by model/antiphon/ops/operators/operator_table.py. -->\n"
+MARKER = "<!-- Everything below is written by model/antiphon/ops/operators/__main__.py. -->\n"
 
 
 def document(operators: Sequence[Operator]) -> str:

@@ -1,4 +1,4 @@
-"""Embedding of tokens and their positions.
+"""Operators that compute each token by itself: embedding, and the residual sum with the norm after it.
 
 Axes: N packed tokens, M model width, V vocabulary, P positions.
 """
@@ -6,9 +6,10 @@ Axes: N packed tokens, M model width, V vocabulary, P positions.
 from __future__ import annotations
 
 from torch import Tensor
+from torch.nn import functional
 
 from antiphon.ops.operator import Attribute, Input, Operator, Output, PackedWeight, register
-from antiphon.ops.shared_inputs import FLOAT32_WEIGHT, INT8_WEIGHT
+from antiphon.ops.shared_inputs import FLOAT32_WEIGHT, INT8_WEIGHT, NORM
 
 EMBED = Operator(
     name="embed",
@@ -39,3 +40,33 @@ def embed(
     """Return the embedding of every token."""
     vectors = weight[input_ids] * scale
     return vectors if position_table is None else vectors + position_table[positions.long()]
+
+
+ADD_NORM = Operator(
+    name="add_norm",
+    purpose="The sum x + residual, and its norm: LayerNorm (Ba et al. 2016) or RMSNorm (Zhang and Sennrich 2019).",
+    inputs=(
+        Input("x", "float", "N, M", "output of a sublayer"),
+        Input("residual", "float", "N, M", "added to x", optional=True),
+        Input("weight", "float", "M", "factors after the norm", optional=True),
+        Input("bias", "float", "M", "added after the norm", optional=True),
+    ),
+    attributes=NORM,
+    outputs=(
+        Output("normed", "float", "N, M", "norm of the sum"),
+        Output("sum", "float", "N, M", "the sum itself"),
+    ),
+    shapes=lambda given: [given["x"].shape, given["x"].shape],
+)
+
+
+@register(ADD_NORM)
+def add_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, *, epsilon: float, kind: str
+) -> tuple[Tensor, Tensor]:
+    """Add and normalise; without a residual the sum is a copy of x."""
+    total = x.clone() if residual is None else x + residual
+    if kind == "layer":
+        return functional.layer_norm(total, total.shape[1:], weight, bias, epsilon), total
+    normed = functional.rms_norm(total, total.shape[1:], weight, epsilon)
+    return normed if bias is None else normed + bias, total
