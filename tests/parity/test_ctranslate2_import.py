@@ -33,7 +33,7 @@ from prometheus_client import CollectorRegistry
 
 from antiphon.architecture.config import preset
 from antiphon.bundle.manifest import Bundle, Precision
-from antiphon.checkpoints.ctranslate2.model_file import ModelFile
+from antiphon.checkpoints.ctranslate2_files import ModelFile
 from antiphon.controls.table import EarlyStopping
 from antiphon.domain.request import TokenEvent
 from antiphon.domain.sampling_params import SamplingParams

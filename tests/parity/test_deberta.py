@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from antiphon.architecture.config import Disentangled
 from antiphon.bundle.native_encoder import NativeEncoder
-from antiphon.checkpoints.families import deberta_v2
+from antiphon.checkpoints.families.deberta import DEBERTA_V2
 from antiphon.errors import SourceError
 from antiphon.importer.importer import ImportOptions, import_checkpoint
 from antiphon.importer.original_tokenizer import open_original_tokenizer, write_tokenizer
@@ -149,7 +149,7 @@ def test_texts_are_tokenised_as_by_transformers_when_only_a_sentencepiece_model_
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "deberta-v2"}))
     theirs = transformers.DebertaV2Tokenizer.from_pretrained(tmp_path)
     write_tokenizer(open_original_tokenizer(tmp_path), tmp_path / "ours", len(theirs), [])
-    format_ = deberta_v2.FAMILY.text(tmp_path / "ours", {}, small_config())
+    format_ = DEBERTA_V2.text(tmp_path / "ours", {}, small_config())
     assert format_.mask_id == theirs.mask_token_id
     tokenizer = open_tokenizer(tmp_path / "ours", format_)
     for text in ("the small cat", "a big  dog", "A [MASK] ran", "", "dog\u00e9 7"):

@@ -172,7 +172,7 @@ def import_adapted(base: Path, adapter: Path | None) -> Transformer:
     """Return the imported model, after the command's own comparison with peft."""
     options = ImportOptions(source=str(base), target=base / "unused", adapter=adapter)
     with tempfile.TemporaryDirectory() as text_folder:
-        return _convert(_inspect(options), options, Path(text_folder)).checkpoint.model
+        return _convert(_inspect(options), options, Path(text_folder))[0].model
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -34,6 +34,7 @@ from antiphon.transformer.transformer import Transformer
 
 CHECKPOINT_VERSION = 1
 TEXT_NAME = "text.json"
+_TABLES = {"max_source_len": "encoder.positions.table", "max_target_len": "decoder.positions.table"}
 
 
 Described = TypeVar("Described", bound=BaseModel)
@@ -209,3 +210,40 @@ def average_weights(paths: Sequence[Path]) -> dict[str, Tensor]:
         for name, tensor in read_tensors(path / "model.safetensors").items():
             total[name] = total.get(name, torch.zeros_like(tensor, dtype=torch.float64)) + tensor.double()
     return {name: (tensor / len(paths)).float() for name, tensor in total.items()}
+
+
+def with_lengths(
+    checkpoint: Checkpoint, *, max_source_len: int | None = None, max_target_len: int | None = None
+) -> Checkpoint:
+    """Return the checkpoint with other maximum lengths in tokens; None keeps a length.
+
+    Kinds of positions differ in what they do beyond the lengths of the training (Press et al. 2022).
+    Learned positions can only become fewer: the table has no rows beyond them. Raises CheckpointError naming the field.
+    """
+    asked = {"max_source_len": max_source_len, "max_target_len": max_target_len}
+    changed = {name: value for name, value in asked.items() if value is not None}
+    if not changed:
+        return checkpoint
+    before = checkpoint.config
+    for name, value in changed.items():
+        if before.positions == "learned" and value > getattr(before, name):
+            raise CheckpointError(
+                f"{name}={value} is above {getattr(before, name)}: learned positions have no vectors beyond it"
+            )
+    try:
+        config = ModelConfig.model_validate({**before.model_dump(), **changed})
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise CheckpointError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+    return replace(checkpoint, config=config, model=_copied(checkpoint.model, config))
+
+
+def _copied(model: Transformer, config: ModelConfig) -> Transformer:
+    weights = model.state_dict()
+    for name, table in _TABLES.items():
+        if table in weights:
+            weights[table] = weights[table][: getattr(config, name) + config.positions_offset]
+    with torch.random.fork_rng(devices=[]):
+        longer = Transformer(config)
+    longer.load_state_dict(weights)
+    return longer.eval()

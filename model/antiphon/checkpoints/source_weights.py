@@ -131,17 +131,23 @@ class SourceWeights:
             for part, source in zip(torch.split(ours, [shape[0] for shape in shapes]), sources, strict=True):
                 part.copy_(source)
 
-    def fill_view(self, ours: Tensor, name: str) -> None:
-        """Copy a tensor into `ours`, a view with the same number of values in the same order; shapes can differ."""
+    def _take_if(self, name: str, fits: Callable[[Tensor], bool], expected: object) -> Tensor | None:
+        """Return a tensor; None, and a record of it, if it is missing or misshapen."""
         if name not in self._readers:
             self._missing.append(name)
-            return
+            return None
         source = self._read(name)
         self._taken.add(name)
-        if source.numel() != ours.numel():
-            self._misshapen.append(f"{name} {list(source.shape)}, expected {ours.numel()} values")
-            return
-        with torch.no_grad():
+        if fits(source):
+            return source
+        self._misshapen.append(f"{name} {list(source.shape)}, expected {expected}")
+        return None
+
+    @torch.no_grad()
+    def fill_view(self, ours: Tensor, name: str) -> None:
+        """Copy a tensor into `ours`, a view with the same number of values in the same order; shapes can differ."""
+        size = ours.numel()
+        if (source := self._take_if(name, lambda tensor: tensor.numel() == size, f"{size} values")) is not None:
             ours.copy_(source.view(ours.shape))
 
     def fill_module(self, module: nn.Module, *names: str) -> None:
@@ -156,32 +162,22 @@ class SourceWeights:
         rows, *width = self._read(name).shape
         return rows >= ours.shape[0] and width == list(ours.shape[1:])
 
+    @torch.no_grad()
     def fill_start(self, ours: Tensor, name: str) -> None:
         """Copy the first rows of a tensor into `ours`; the tensor, a table of positions, can have more rows."""
-        if name not in self._readers:
-            self._missing.append(name)
-            return
-        source = self._read(name)
-        self._taken.add(name)
-        if len(source) < len(ours) or source.shape[1:] != ours.shape[1:]:
-            self._misshapen.append(f"{name} {list(source.shape)}, expected at least {list(ours.shape)}")
-            return
-        if source.is_meta:  # computed positions are not on the meta device
-            return
-        with torch.no_grad():
+
+        def fits(source: Tensor) -> bool:
+            return len(source) >= len(ours) and source.shape[1:] == ours.shape[1:]
+
+        source = self._take_if(name, fits, f"at least {list(ours.shape)}")
+        if source is not None and not source.is_meta:  # computed positions are not on the meta device
             ours.copy_(source[: len(ours)])
 
+    @torch.no_grad()
     def add(self, ours: Tensor, name: str) -> None:
         """Add a tensor of one row to every row of `ours`; a missing or misshapen one is recorded."""
-        if name not in self._readers:
-            self._missing.append(name)
-            return
-        source = self._read(name)
-        self._taken.add(name)
-        if list(source.shape) != [1, *ours.shape[1:]]:
-            self._misshapen.append(f"{name} {list(source.shape)}, expected {[1, *ours.shape[1:]]}")
-            return
-        with torch.no_grad():
+        row = [1, *ours.shape[1:]]
+        if (source := self._take_if(name, lambda tensor: list(tensor.shape) == row, row)) is not None:
             ours.add_(source)
 
     def fill_tied(self, ours: Tensor, *names: str) -> None:

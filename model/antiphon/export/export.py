@@ -33,8 +33,7 @@ from antiphon.bundle.manifest import (
     load_bundle,
     write_manifest,
 )
-from antiphon.checkpoints.checkpoint import Checkpoint, load_checkpoint
-from antiphon.checkpoints.lengths import with_lengths
+from antiphon.checkpoints.checkpoint import Checkpoint, load_checkpoint, with_lengths
 from antiphon.errors import ExportError, ModelError
 from antiphon.export.explain.explain_graph import trace_explain, verify_explain
 from antiphon.export.explain.explain_weights import Layout, store_as

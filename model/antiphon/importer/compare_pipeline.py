@@ -21,7 +21,7 @@ from torch import Tensor
 
 from antiphon.architecture.config import ModelConfig
 from antiphon.architecture.heads import Pooling, Task
-from antiphon.checkpoints.adapters.adapter import Adapter
+from antiphon.checkpoints.adapter import Adapter
 from antiphon.checkpoints.sentence_transformers import declared_scores
 from antiphon.checkpoints.settings import in_one_line
 from antiphon.errors import VerificationError

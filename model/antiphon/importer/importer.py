@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,16 +20,14 @@ from tqdm import tqdm
 
 from antiphon.architecture.config import ModelConfig
 from antiphon.bundle.manifest import Bundle, CacheType, GenerationDefaults, Lowering, Precision, Provenance
-from antiphon.checkpoints.adapters.adapter import Adapter, open_adapter
-from antiphon.checkpoints.adapters.lora_config import CONFIG_NAME
+from antiphon.checkpoints.adapter import CONFIG_NAME, Adapter, open_adapter
 from antiphon.checkpoints.checkpoint import Checkpoint
-from antiphon.checkpoints.families.family import Family, Settings, family_in
+from antiphon.checkpoints.families.family import Family, family_in
 from antiphon.checkpoints.sentence_transformers import load_dense, lower_first, with_declared_parts
-from antiphon.checkpoints.settings import describe, with_class_defaults
+from antiphon.checkpoints.settings import Settings, describe, read_json, with_class_defaults
 from antiphon.checkpoints.source_weights import SourceWeights
 from antiphon.errors import NoTokenizersFile, SourceError, TokenizerError
 from antiphon.export.export import PRECISIONS, check_target, export_bundle
-from antiphon.importer.adapted_head import with_trained_head
 from antiphon.importer.compare_pipeline import PipelineAnswer, compare_pipeline, run_pipeline
 from antiphon.importer.generation_settings import (
     comparable_generation,
@@ -38,16 +36,9 @@ from antiphon.importer.generation_settings import (
     sampling_settings,
     with_start_and_end,
 )
-from antiphon.importer.hub import find_checkpoint
-from antiphon.importer.original import (
-    OriginalAnswer,
-    Prompt,
-    compare_with_original,
-    random_batches,
-    run_original,
-)
+from antiphon.importer.hub import find_checkpoint, provenance_of
+from antiphon.importer.original import OriginalAnswer, Prompt, compare_with_original, random_batches, run_original
 from antiphon.importer.original_tokenizer import TEXTS, compare_texts, open_original_tokenizer, write_tokenizer
-from antiphon.importer.provenance import provenance_of
 from antiphon.text.format import TextFormat
 from antiphon.text.tokenizer import Tokenizer, encode_sources, open_tokenizer
 from antiphon.transformer.transformer import Transformer
@@ -56,6 +47,9 @@ from antiphon.transformer.transformer import Transformer
 EXPLAINED_PARAMETERS = 150_000_000
 # Texts whose answers are compared with those of the original.
 _NUM_ANSWERS = 3
+# Settings of the labels, which are taken from the adapter's config.json if it is there.
+_OF_LABELS = ("id2label", "label2id", "num_labels", "problem_type")
+_HEADS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "ForMultipleChoice")
 
 CheckAnswers = Callable[[Path, Sequence[OriginalAnswer]], None]
 """Check of a complete bundle before it appears, which gets its directory and the answers of the original."""
@@ -118,14 +112,6 @@ class _Source:
         return _open_weights(self.folder, self.family, self.adapter)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Converted:
-    """A source as one of our checkpoints, and answers of the original to compare the bundle with."""
-
-    checkpoint: Checkpoint
-    answers: list[OriginalAnswer]
-
-
 def import_checkpoint(options: ImportOptions, check: CheckAnswers | None = None) -> Bundle:
     """Write the bundle of a public checkpoint. The bundle is written completely and verified, or not at all.
 
@@ -136,22 +122,19 @@ def import_checkpoint(options: ImportOptions, check: CheckAnswers | None = None)
     check_target(options.target.resolve(), name, overwrite=options.overwrite)
     source = _inspect(options)
     with tempfile.TemporaryDirectory() as directory:
-        converted = _convert(source, options, Path(directory))
-        checkpoint = converted.checkpoint
+        checkpoint, answers = _convert(source, options, Path(directory))
         _print_notes(source)
-        explain = options.explain
-        if explain is None:
-            explain = checkpoint.model.num_parameters <= EXPLAINED_PARAMETERS
+        is_small = checkpoint.model.num_parameters <= EXPLAINED_PARAMETERS
         return export_bundle(
             checkpoint,
             options.target,
             precisions=options.precisions,
             lowerings=options.lowerings,
             cache=options.cache,
-            explain=explain,
+            explain=is_small if options.explain is None else options.explain,
             name=name,
             overwrite=options.overwrite,
-            check=None if check is None else lambda path: check(path, converted.answers),
+            check=None if check is None else lambda path: check(path, answers),
         )
 
 
@@ -169,11 +152,14 @@ def open_original(source: str, text_folder: Path) -> Checkpoint:
     Raises SourceError or TokenizerError.
     """
     options = ImportOptions(source=source, target=text_folder, verify=False)
-    return _convert(_inspect(options), options, text_folder).checkpoint
+    return _convert(_inspect(options), options, text_folder)[0]
 
 
-def _convert(source: _Source, options: ImportOptions, text_folder: Path) -> _Converted:
-    """Return the source as one of our checkpoints; text_folder gets links to its tokenizer files, or new files."""
+def _convert(source: _Source, options: ImportOptions, text_folder: Path) -> tuple[Checkpoint, list[OriginalAnswer]]:
+    """Return the source as one of our checkpoints, and answers of the original to compare the bundle with.
+
+    text_folder gets links to its tokenizer files, or new files.
+    """
     compares = options.verify and bool(source.family.reference)
     original = _original_tokenizer(source) if source.family.reference else None
     text = _text(source, original, text_folder)
@@ -194,7 +180,7 @@ def _convert(source: _Source, options: ImportOptions, text_folder: Path) -> _Con
         provenance=_provenance(options, source),
         generation=generation,
     )
-    return _Converted(checkpoint=checkpoint, answers=answers)
+    return checkpoint, answers
 
 
 def _provenance(options: ImportOptions, source: _Source) -> Provenance:
@@ -277,7 +263,7 @@ def _inspect(options: ImportOptions) -> _Source:
         settings = with_start_and_end(settings, generation, notes)
     adapter = None if options.adapter is None else _adapter(options, family)
     if adapter is not None:
-        settings = with_trained_head(settings, adapter)
+        settings = _with_trained_head(settings, adapter)
     with _open_weights(folder, family, adapter) as weights:
         settings = family.resolve(settings, weights)
     config = _limited(family.configure(settings), options)
@@ -308,6 +294,40 @@ def _adapter(options: ImportOptions, family: Family) -> Adapter:
     if trained_on and Path(trained_on).name != Path(options.source).resolve().name:
         print(f"antiphon import: note: the adapter was trained on {trained_on}", file=sys.stderr)
     return adapter
+
+
+def _with_trained_head(settings: Settings, adapter: Adapter) -> Settings:
+    """Return the settings with the architecture and the labels of the model that the adapter was trained in.
+
+    An adapter for labels usually starts from a checkpoint without them, whose config.json describes other heads. The
+    class of the trained model is in adapter_config.json. Number and names of the labels are in the config.json that the
+    user saved beside the adapter, because peft does not save them.
+    """
+    if found := read_json(adapter.folder / "config.json"):
+        kept = {name: value for name, value in settings.items() if name not in _OF_LABELS}
+        settings = {**kept, **{name: found[name] for name in _OF_LABELS if name in found}}
+    trained = _trained_class(str(settings.get("model_type")), adapter)
+    return {**settings, "architectures": [trained]} if trained else settings
+
+
+def _trained_class(model_type: str, adapter: Adapter) -> str | None:
+    """Return the class of transformers that the adapter was trained in if it has a head for a task; else None."""
+    named = str((adapter.config.auto_mapping or {}).get("base_model_class", ""))
+    if named.endswith(_HEADS):
+        return named
+    return _classes(adapter.config.task_type).get(model_type)
+
+
+def _classes(task_type: str | None) -> Mapping[str, str]:
+    """Return the class of each model type for a task of peft; empty for tasks that keep the checkpoint's head."""
+    from transformers.models.auto import modeling_auto
+
+    tables: dict[str, Mapping[str, str]] = {
+        "SEQ_CLS": modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+        "TOKEN_CLS": modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
+        "QUESTION_ANS": modeling_auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES,
+    }
+    return tables.get(task_type or "", {})
 
 
 def _open_weights(folder: Path, family: Family, adapter: Adapter | None, *, on_meta: bool = False) -> SourceWeights:

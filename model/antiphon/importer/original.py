@@ -19,15 +19,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from antiphon.architecture.config import ModelConfig
 from antiphon.architecture.heads import FIRST_TOKEN_TASKS, Task
-from antiphon.checkpoints.adapters.adapter import Adapter
+from antiphon.checkpoints.adapter import PREFIX, Adapter
 from antiphon.checkpoints.settings import in_one_line
 from antiphon.errors import VerificationError
 from antiphon.export.verification.verify import TOLERANCES
-from antiphon.importer.adapted_original import insert_adapter
 from antiphon.transformer.transformer import Transformer
 
 # Names of transformers' outputs for each of our heads; the first existing one is used.
@@ -168,8 +167,53 @@ def load_original(folder: Path, reference: str, config: ModelConfig, adapter: Ad
         **head,
     )
     if adapter is not None:
-        insert_adapter(original, adapter)
+        _insert_adapter(original, adapter)
     return original.eval()
+
+
+def _insert_adapter(original: Any, adapter: Adapter) -> None:
+    """Replace modules of a model of transformers by those of peft with the adapter's tensors.
+
+    Raises VerificationError if peft does not find a place for every tensor.
+    """
+    import peft
+    from peft.utils.save_and_load import load_peft_weights, set_peft_model_state_dict
+
+    trained = _trained_part(original, adapter)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # advice on training
+        described = peft.PeftConfig.from_pretrained(str(adapter.folder))
+        peft.inject_adapter_in_model(described, trained)
+        tensors = load_peft_weights(str(adapter.folder), device="cpu")
+        try:
+            placed: Any = set_peft_model_state_dict(
+                trained, {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
+            )
+        except (KeyError, RuntimeError) as error:
+            kind = type(original).__name__
+            raise VerificationError(f"peft cannot read the adapter {adapter.folder} for {kind}: {error}") from None
+    if placed.unexpected_keys:
+        raise VerificationError(
+            f"peft finds no place for {', '.join(placed.unexpected_keys[:3])} in {type(original).__name__}, so the "
+            "import cannot be compared with it; --no-verify skips the comparison"
+        )
+    original.eval()
+
+
+def _trained_part(original: Any, adapter: Adapter) -> nn.Module:
+    """Return the model whose modules have the paths of the adapter: the original, its part without heads, or a parent.
+
+    The adapter was trained in another class than the original if only one of them has heads.
+    """
+    prefix: str = original.base_model_prefix
+    candidates: list[nn.Module] = [original, getattr(original, prefix, original), nn.ModuleDict({prefix: original})]
+    for candidate in candidates:
+        if adapter.products.keys() <= {name for name, _ in candidate.named_modules()}:
+            return candidate
+    raise VerificationError(
+        f"the modules of the adapter, such as {min(adapter.products)}, are not in {type(original).__name__} of "
+        "transformers, so the import cannot be compared with it; --no-verify skips the comparison"
+    )
 
 
 def _generated(

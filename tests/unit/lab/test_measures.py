@@ -10,8 +10,7 @@ import sacrebleu
 import torch
 
 from antiphon.architecture.config import Positions
-from antiphon.checkpoints.checkpoint import Checkpoint, load_checkpoint
-from antiphon.checkpoints.lengths import with_lengths
+from antiphon.checkpoints.checkpoint import Checkpoint, load_checkpoint, with_lengths
 from antiphon.errors import CheckpointError
 from antiphon.lab.accuracy import bleu_of, forced, translations
 from antiphon.lab.costs import crossing, growth, median_seconds

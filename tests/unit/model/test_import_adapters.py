@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from antiphon.checkpoints.adapters.adapter import open_adapter
-from antiphon.checkpoints.families import ctranslate2
+from antiphon.checkpoints.adapter import open_adapter
+from antiphon.checkpoints.families.ctranslate2 import CTRANSLATE2
 from antiphon.errors import SourceError
 from antiphon.importer.importer import ImportOptions, _adapter, _inspect
 from tests.parity.decoder_checkpoints import write_decoder
@@ -165,7 +165,7 @@ def tensors_of_gpt2() -> dict[str, Tensor]:
 def test_adapter_of_another_format_is_refused_with_the_family(tmp_path: Path) -> None:
     options = ImportOptions(source="ct2", target=tmp_path, adapter=write_adapter(tmp_path / "adapter"))
     with pytest.raises(SourceError, match="--adapter needs a checkpoint of transformers; ct2 is one of CTranslate2"):
-        _adapter(options, ctranslate2.FAMILY)
+        _adapter(options, CTRANSLATE2)
 
 
 def test_base_model_of_another_name_is_only_noted(

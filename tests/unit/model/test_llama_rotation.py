@@ -8,7 +8,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from antiphon.checkpoints.families import llama
+from antiphon.checkpoints.families.decoder_only import LLAMA
 from antiphon.errors import SourceError
 from antiphon.transformer.positions import rotary_rates
 
@@ -41,7 +41,7 @@ LENGTH = "original_max_position_embeddings"
 def test_rotary_settings_are_read_as_by_transformers(settings: dict[str, Any]) -> None:
     """Each place of a value gives different rates here, for head width 8 and lengths of 32, 64 and 128."""
     config: Any = LlamaConfig.from_dict(copy.deepcopy(SIZES | settings))
-    found = llama.configure(SIZES | settings)
+    found = LLAMA.configure(SIZES | settings)
     rates = rotary_rates(8, found.rope_theta, found.rope_scaling, torch.device("cpu"))
     torch.testing.assert_close(rates, LlamaRotaryEmbedding(config).inv_freq)
 
@@ -71,4 +71,4 @@ def test_rotary_settings_are_read_as_by_transformers(settings: dict[str, Any]) -
 )
 def test_unsupported_rotary_settings_are_refused_by_name(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(SourceError, match=f"^config.json.*{message}"):
-        llama.configure(SIZES | settings)
+        LLAMA.configure(SIZES | settings)

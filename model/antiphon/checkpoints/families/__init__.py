@@ -1,5 +1,5 @@
-"""Public model families, one file each: conversion of their checkpoints to our model.
+"""Public model families: conversion of their checkpoints to our model.
 
-family.py defines the interface. To add a family, add a file with a module variable FAMILY to this package; family.py
-finds it without a list.
+family.py defines the interface. To add a family, add a `Family` at the top level of the module of its
+architecture, or of a new module; family.py finds it without a list.
 """

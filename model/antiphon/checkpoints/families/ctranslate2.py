@@ -16,16 +16,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from antiphon.architecture.config import Activation, ModelConfig
-from antiphon.checkpoints.ctranslate2.model_file import ModelFile, is_model_file
-from antiphon.checkpoints.ctranslate2.vocabularies import is_shared, read_vocabularies, text, write_text
-from antiphon.checkpoints.ctranslate2.weights import load
+from antiphon.checkpoints.ctranslate2_files import (
+    ModelFile,
+    is_model_file,
+    is_shared,
+    read_vocabularies,
+    text,
+    write_text,
+)
 from antiphon.checkpoints.families.family import Family
 from antiphon.checkpoints.settings import Settings, describe
 from antiphon.checkpoints.source_weights import SourceWeights
 from antiphon.errors import SourceError
+from antiphon.transformer.layers import DecoderLayer, EncoderLayer
+from antiphon.transformer.transformer import Stack, Transformer
 
 _HEADS = {"TransformerBase": 8, "TransformerBig": 16, "TransformerSpec": 8}  # for revisions without num_heads
 _NEWEST_REVISION = 7
@@ -337,7 +344,72 @@ def _scales_embeddings(settings: Settings, scalars: _Scalars, width: int) -> boo
     return True
 
 
-FAMILY = Family(
+def load(model: Transformer, weights: SourceWeights, _: Settings) -> None:
+    """Fill the model with the tensors of a model.bin."""
+    assert model.encoder is not None
+    assert model.decoder is not None
+    config = model.config
+    target = ["decoder/embeddings/weight"]
+    if config.tie_source_target:
+        target.append("encoder/embeddings/weight")
+    else:
+        weights.fill(model.encoder.embedding.weight, "encoder/embeddings/weight")
+    if config.tie_output:
+        target.append("decoder/projection/weight")
+    else:
+        weights.fill(model.output.weight, "decoder/projection/weight")
+    weights.fill_tied(model.decoder.embedding.weight, *target)
+    if config.output_bias:
+        weights.fill(model.output.bias, "decoder/projection/bias")
+    # Every layer can have the bias table; the first layer's table is used.
+    weights.ignore("*/layer_[1-9]*/self_attention/relative_attention_bias")
+    for name, stack in (("encoder", model.encoder), ("decoder", model.decoder)):
+        _load_stack(stack, weights, name, config)
+
+
+def _load_stack(stack: Stack, weights: SourceWeights, name: str, config: ModelConfig) -> None:
+    if config.positions == "learned" and stack.positions.table is not None:
+        weights.fill(stack.positions.table, f"{name}/position_encodings/encodings")
+    if config.positions == "t5_relative":
+        weights.fill(stack.relative_bias.weight, f"{name}/layer_0/self_attention/relative_attention_bias")
+    if config.embedding_norm:
+        _fill_norm(stack.embedding_norm, weights, f"{name}/layernorm_embedding")
+    if config.norm_placement == "pre":
+        _fill_norm(stack.final_norm, weights, f"{name}/layer_norm")
+    for index, layer in enumerate(stack.layers):
+        assert isinstance(layer, EncoderLayer | DecoderLayer)
+        _load_layer(layer, weights, f"{name}/layer_{index}")
+
+
+def _load_layer(layer: EncoderLayer | DecoderLayer, weights: SourceWeights, name: str) -> None:
+    theirs = f"{name}/self_attention"
+    _fill_linear(layer.self_attention.qkv, weights, f"{theirs}/linear_0")
+    _fill_linear(layer.self_attention.out, weights, f"{theirs}/linear_1")
+    _fill_norm(layer.self_residual.norm, weights, f"{theirs}/layer_norm")
+    if isinstance(layer, DecoderLayer) and layer.cross_attention is not None and layer.cross_residual is not None:
+        cross, theirs = layer.cross_attention, f"{name}/attention"
+        for index, linear in enumerate((cross.query, cross.kv, cross.out)):
+            _fill_linear(linear, weights, f"{theirs}/linear_{index}")
+        _fill_norm(layer.cross_residual.norm, weights, f"{theirs}/layer_norm")
+    theirs, part = f"{name}/ffn", layer.feed_forward
+    _fill_linear(part.inner, weights, f"{theirs}/linear_0", *([f"{theirs}/linear_0_noact"] if part.gated else []))
+    _fill_linear(part.outer, weights, f"{theirs}/linear_1")
+    _fill_norm(layer.feed_forward_residual.norm, weights, f"{theirs}/layer_norm")
+
+
+def _fill_linear(linear: nn.Linear, weights: SourceWeights, *names: str) -> None:
+    weights.fill(linear.weight, *(f"{name}/weight" for name in names))
+    if linear.bias is not None:
+        weights.fill(linear.bias, *(f"{name}/bias" for name in names))
+
+
+def _fill_norm(norm: nn.Module, weights: SourceWeights, name: str) -> None:
+    for ours, theirs in (("weight", "gamma"), ("bias", "beta")):
+        if isinstance(values := getattr(norm, ours, None), Tensor):
+            weights.fill(values, f"{name}/{theirs}")
+
+
+CTRANSLATE2 = Family(
     name="CTranslate2",
     model_types=(),
     configure=configure,

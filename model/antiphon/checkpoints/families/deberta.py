@@ -1,14 +1,18 @@
-"""DeBERTa (He et al. 2021): BERT with disentangled attention."""
+"""DeBERTa v1, v2 and v3 (He et al. 2021, 2023): BERT with disentangled attention.
+
+v2 and v3 have logarithmic buckets of distances, and can share the projections of positions with those of the content.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from antiphon.architecture.config import Disentangled, ModelConfig
-from antiphon.checkpoints.families.architectures import encoder_only
-from antiphon.checkpoints.families.architectures.encoder_only import EncoderNames, HeadNames
+from antiphon.checkpoints.families import encoder_only
+from antiphon.checkpoints.families.encoder_only import BERT_MASKED_HEAD, EncoderNames, HeadNames
 from antiphon.checkpoints.families.family import Family
 from antiphon.checkpoints.settings import Settings, known_activation, refuse_unless, setting
 from antiphon.checkpoints.source_weights import SourceWeights
@@ -16,8 +20,8 @@ from antiphon.errors import SourceError
 from antiphon.transformer.layers import SelfAttention
 from antiphon.transformer.transformer import Transformer
 
-TABLE = "encoder.rel_embeddings.weight"
-# Names of the fill-mask head in the authors' checkpoints, and in those of transformers' class.
+_TABLE = "encoder.rel_embeddings.weight"
+# Names of the fill-mask head in the authors' checkpoints; those of transformers' class have BERT's.
 _AUTHORS = HeadNames(
     task="fill_mask",
     transform="lm_predictions.lm_head.dense",
@@ -25,16 +29,9 @@ _AUTHORS = HeadNames(
     output="lm_predictions.lm_head",
     output_biases=("lm_predictions.lm_head.bias",),
 )
-_LEGACY = HeadNames(
-    task="fill_mask",
-    transform="cls.predictions.transform.dense",
-    norm="cls.predictions.transform.LayerNorm",
-    output="cls.predictions.decoder",
-    output_biases=("cls.predictions.decoder.bias", "cls.predictions.bias"),
-)
 
 
-def names(settings: Settings | None = None) -> EncoderNames:
+def _names(settings: Settings | None = None) -> EncoderNames:
     """Return the tensor names; the settings give the activation of the classifier's transform."""
     pooling = setting(settings or {}, "pooler_hidden_act", str, default="gelu")
     return EncoderNames(
@@ -42,7 +39,7 @@ def names(settings: Settings | None = None) -> EncoderNames:
         ignored=("embeddings.position_ids", "embeddings.position_embeddings.weight", "mask_predictions.*"),
         heads=(
             _AUTHORS,
-            _LEGACY,
+            BERT_MASKED_HEAD,
             HeadNames(
                 task="classify",
                 transform="pooler.dense",
@@ -54,12 +51,12 @@ def names(settings: Settings | None = None) -> EncoderNames:
     )
 
 
-def resolve(settings: Settings, weights: SourceWeights) -> Settings:
+def _resolve(settings: Settings, weights: SourceWeights) -> Settings:
     """Add to the settings what the tensors show, see encoder_only.resolve."""
-    return encoder_only.resolve(settings, weights, names(settings))
+    return encoder_only.resolve(settings, weights, _names(settings))
 
 
-def describe(settings: Settings, **choices: Any) -> ModelConfig:
+def _describe(settings: Settings, **choices: Any) -> ModelConfig:
     """Return BERT's shape with disentangled attention; only some checkpoints also have absolute positions."""
     refuse_unless(settings, "relative_attention", only=True, default=False)
     for name in ("embedding_size", "pooler_hidden_size"):
@@ -69,14 +66,14 @@ def describe(settings: Settings, **choices: Any) -> ModelConfig:
     absolute = setting(settings, "position_biased_input", bool, default=True)
     return encoder_only.configure(
         settings,
-        names(settings),
+        _names(settings),
         **encoder_only.bert_fields({"layer_norm_eps": 1e-7, **settings}),
         positions="learned" if absolute else "none",
         disentangled=Disentangled(**relative | choices),
     )
 
 
-def max_distance(settings: Settings) -> int:
+def _max_distance(settings: Settings) -> int:
     """Return the largest relative distance; the longest source if config.json has none or -1."""
     longest = setting(settings, "max_relative_positions", int, default=-1)
     return longest if longest >= 1 else setting(settings, "max_position_embeddings", int)
@@ -91,24 +88,24 @@ def _kinds(settings: Settings) -> list[str]:
     return kinds
 
 
-def configure(settings: Settings) -> ModelConfig:
+def _configure(settings: Settings) -> ModelConfig:
     """Return the shape: one table row for each distance, and separate projections for positions."""
     refuse_unless(settings, "talking_head", only=False, default=False)
-    return describe(settings, span=max_distance(settings))
+    return _describe(settings, span=_max_distance(settings))
 
 
-def load(model: Transformer, weights: SourceWeights, settings: Settings) -> None:
+def _load(model: Transformer, weights: SourceWeights, settings: Settings) -> None:
     """Fill the model with the checkpoint's tensors."""
-    encoder_only.load(model, weights, settings, names(settings), _load_attention)
-    load_table(model, weights)
+    encoder_only.load(model, weights, settings, _names(settings), _load_attention)
+    _load_table(model, weights)
 
 
-def load_table(model: Transformer, weights: SourceWeights) -> None:
+def _load_table(model: Transformer, weights: SourceWeights) -> None:
     """Fill the table of relative positions and its norm."""
     assert model.encoder is not None
     table = model.encoder.relative_positions
     assert table is not None
-    weights.fill(table.weight, TABLE)
+    weights.fill(table.weight, _TABLE)
     if table.norm is not None:
         weights.fill_module(table.norm, "encoder.LayerNorm")
 
@@ -135,12 +132,52 @@ def _load_attention(attention: SelfAttention, weights: SourceWeights, prefix: st
         weights.fill_module(attention.relative.query, f"{theirs}.pos_q_proj")
 
 
-FAMILY = Family(
-    name="DeBERTa",
-    model_types=("deberta",),
-    configure=configure,
-    resolve=resolve,
-    load=load,
-    text=lambda folder, _, config: encoder_only.text(folder, config, "[MASK]"),
-    reference="AutoModel",
-)
+def _configure_v2(settings: Settings) -> ModelConfig:
+    """Return the shape of v1 with the additions of v2. The convolution of the largest v2 models is not supported."""
+    refuse_unless(settings, "conv_kernel_size", only=0, default=0)
+    longest, buckets = _max_distance(settings), setting(settings, "position_buckets", int, default=-1)
+    norms = setting(settings, "norm_rel_ebd", str, default="none").lower().split("|")
+    return _describe(
+        settings,
+        span=buckets if buckets > 0 else longest,
+        max_distance=longest if buckets > 0 else None,
+        share_projections=setting(settings, "share_att_key", bool, default=False),
+        norm="layer_norm" in [norm.strip() for norm in norms],
+    )
+
+
+def _load_v2(model: Transformer, weights: SourceWeights, settings: Settings) -> None:
+    """Fill the model with the checkpoint's tensors."""
+    encoder_only.load(model, weights, settings, _names(settings), _load_attention_v2)
+    _load_table(model, weights)
+
+
+def _load_attention_v2(attention: SelfAttention, weights: SourceWeights, prefix: str) -> None:
+    theirs = f"{prefix}.attention.self"
+    weights.fill_module(attention.qkv, *(f"{theirs}.{part}_proj" for part in ("query", "key", "value")))
+    assert attention.relative is not None
+    if attention.relative.key is not None:
+        weights.fill_module(attention.relative.key, f"{theirs}.pos_key_proj")
+    if attention.relative.query is not None:
+        weights.fill_module(attention.relative.query, f"{theirs}.pos_query_proj")
+
+
+def _family(
+    name: str,
+    model_type: str,
+    configure: Callable[[Settings], ModelConfig],
+    load: Callable[[Transformer, SourceWeights, Settings], None],
+) -> Family:
+    return Family(
+        name=name,
+        model_types=(model_type,),
+        configure=configure,
+        resolve=_resolve,
+        load=load,
+        text=lambda folder, _, config: encoder_only.text(folder, config, "[MASK]"),
+        reference="AutoModel",
+    )
+
+
+DEBERTA = _family("DeBERTa", "deberta", _configure, _load)
+DEBERTA_V2 = _family("DeBERTa v2", "deberta-v2", _configure_v2, _load_v2)

@@ -7,36 +7,38 @@ to TextFormat. source_weights.py reads the weight files; importer/importer.py wr
 from __future__ import annotations
 
 import importlib
-import json
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from antiphon.architecture.config import ModelConfig
 from antiphon.checkpoints import families
+from antiphon.checkpoints.settings import Settings, read_json
 from antiphon.checkpoints.source_weights import SourceWeights, open_weights
+from antiphon.checkpoints.text_formats import tokenizers_format
 from antiphon.errors import SourceError
 from antiphon.text.format import TextFormat
 from antiphon.transformer.transformer import Transformer
-
-Settings = Mapping[str, Any]
 
 
 def read_config(folder: Path) -> Settings:
     """Return the settings of config.json. Raises SourceError naming the file."""
     path = folder / "config.json"
-    try:
-        settings = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise SourceError(f"{folder} has no config.json, which is needed to find the model family") from None
-    except (OSError, ValueError) as error:
-        raise SourceError(f"{path} cannot be read: {error}") from None
-    if not isinstance(settings, dict):
-        raise SourceError(f"{path} is not a JSON object")
-    return settings
+    if not path.exists():
+        raise SourceError(f"{folder} has no config.json, which is needed to find the model family")
+    return read_json(path)
+
+
+FamilyText = Callable[[Path, Settings, ModelConfig], TextFormat]
+"""Function that returns the text format of a checkpoint's directory, its settings and our ModelConfig."""
+
+
+def default_text(folder: Path, _: Settings, __: ModelConfig) -> TextFormat:
+    """Return the text format that tokenizer.json of the directory describes completely."""
+    return tokenizers_format(folder)
 
 
 class OpenWeights(Protocol):
@@ -56,7 +58,8 @@ class Family:
     load: fills our model from the checkpoint's tensors. It runs twice. In the first run all tensors are on torch's meta
         device, to compare names and shapes before data is read. So it must access values only through the methods of
         SourceWeights.
-    text: returns TextFormat for the checkpoint's directory, its settings and our ModelConfig.
+    text: returns TextFormat for the checkpoint's directory, its settings and our ModelConfig; by default that of its
+        tokenizer.json.
     reference: class of transformers that runs the original if config.json names no architecture; "" if transformers
         cannot run it.
     input_first: last parts of the names of modules whose weights are [inputs, outputs], as in transformers' Conv1D; an
@@ -74,7 +77,7 @@ class Family:
     model_types: tuple[str, ...]
     configure: Callable[[Settings], ModelConfig]
     load: Callable[[Transformer, SourceWeights, Settings], None]
-    text: Callable[[Path, Settings, ModelConfig], TextFormat]
+    text: FamilyText = default_text
     reference: str = ""
     input_first: tuple[str, ...] = ()
     resolve: Callable[[Settings, SourceWeights], Settings] = lambda settings, _: settings
@@ -86,12 +89,13 @@ class Family:
 
 @cache
 def all_families() -> tuple[Family, ...]:
-    """Return the FAMILY of every module of this package, sorted by name."""
-    modules = (importlib.import_module(f"{families.__name__}.{found.name}") for found in _modules())
-    return tuple(sorted((module.FAMILY for module in modules if hasattr(module, "FAMILY")), key=lambda f: f.name))
+    """Return every family that a module of this package defines at its top level, sorted by name."""
+    modules = [importlib.import_module(f"{families.__name__}.{entry.name}") for entry in _entries()]
+    defined = [value for module in modules for value in vars(module).values() if isinstance(value, Family)]
+    return tuple(sorted(defined, key=lambda family: family.name))
 
 
-def _modules() -> list[pkgutil.ModuleInfo]:
+def _entries() -> list[pkgutil.ModuleInfo]:
     return list(pkgutil.iter_modules(families.__path__))
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from antiphon.architecture.config import ModelConfig
-from antiphon.checkpoints.families.architectures.encoder_decoder import OUTPUT, SHARED, special_ids
+from antiphon.checkpoints.families.encoder_decoder import OUTPUT, SHARED, special_ids
 from antiphon.checkpoints.families.family import Family
 from antiphon.checkpoints.settings import Settings, activation, describe, is_tied, read_json, refuse_head, setting
 from antiphon.checkpoints.source_weights import SourceWeights
@@ -148,7 +148,7 @@ def text(folder: Path, settings: Settings, _: ModelConfig) -> TextFormat:
     return tokenizers_format(folder)
 
 
-FAMILY = Family(
+T5 = Family(
     name="T5",
     model_types=("t5", "mt5"),
     configure=configure,

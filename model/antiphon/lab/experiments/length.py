@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from antiphon.checkpoints.checkpoint import Checkpoint, load_checkpoint
-from antiphon.checkpoints.lengths import with_lengths
+from antiphon.checkpoints.checkpoint import Checkpoint, load_checkpoint, with_lengths
 from antiphon.lab.accuracy import exact_match, forced, share_correct
 from antiphon.lab.datasets import TOY_SIZES, Algorithm, Dataset, Sizes, algorithm_dataset
 from antiphon.lab.experiment import Claim, Experiment, Results, Setting

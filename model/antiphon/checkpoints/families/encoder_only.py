@@ -1,4 +1,4 @@
-"""Common code of BERT-like families: encoder and heads.
+"""BERT, RoBERTa, DistilBERT and ALBERT, and what DeBERTa shares with them: an encoder and its heads.
 
 A family gives the names of its tensors (EncoderNames) and of all heads that its checkpoints can have (HeadNames). The
 tensors of a checkpoint show which heads it has: a fill-mask checkpoint can also have the next-sentence head.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import nn
 
 from antiphon.architecture.config import ModelConfig
 from antiphon.architecture.heads import HeadActivation, Scores, Task
+from antiphon.checkpoints.families.family import Family
 from antiphon.checkpoints.settings import (
     Settings,
     activation,
@@ -315,3 +317,178 @@ def text(folder: Path, config: ModelConfig, mask: str) -> TextFormat:
         added = read_json(folder / "tokenizer.json").get("added_tokens") or []
         changes["mask_id"] = next((token["id"] for token in added if token["content"] == mask), None)
     return found.model_copy(update=changes)
+
+
+def family(
+    name: str,
+    names: EncoderNames,
+    configure: Callable[[Settings], ModelConfig],
+    *model_types: str,
+    mask: str = "[MASK]",
+) -> Family:
+    """Return the family of an encoder with these tensor names; `mask` is the mask token if no file names one."""
+    return Family(
+        name=name,
+        model_types=model_types,
+        configure=configure,
+        resolve=partial(resolve, names=names),
+        load=partial(load, names=names),
+        text=lambda folder, _, config: text(folder, config, mask),
+        reference="AutoModel",
+    )
+
+
+BERT_MASKED_HEAD = HeadNames(
+    task="fill_mask",
+    transform="cls.predictions.transform.dense",
+    norm="cls.predictions.transform.LayerNorm",
+    output="cls.predictions.decoder",
+    output_biases=("cls.predictions.decoder.bias", "cls.predictions.bias"),
+)
+_BERT_NAMES = EncoderNames(
+    prefix="bert.",
+    heads=(
+        BERT_MASKED_HEAD,
+        HeadNames(
+            task="next_sentence",
+            transform="pooler.dense",
+            activation="tanh",
+            output="cls.seq_relationship",
+            labels=("is_next", "not_next"),
+        ),
+        HeadNames(task="classify", transform="pooler.dense", activation="tanh", output="classifier"),
+        HeadNames(task="tag", output="classifier"),
+        HeadNames(task="pool", transform="pooler.dense", activation="tanh"),
+    ),
+)
+
+
+def _configure_bert(settings: Settings) -> ModelConfig:
+    """Return the shape of BERT (Devlin et al. 2019): learned positions and token types, post-norm layers."""
+    return configure(settings, _BERT_NAMES, **bert_fields(settings))
+
+
+BERT = family("BERT", _BERT_NAMES, _configure_bert, "bert")
+
+
+_ROBERTA_NAMES = EncoderNames(
+    prefix="roberta.",
+    heads=(
+        HeadNames(
+            task="fill_mask",
+            transform="lm_head.dense",
+            activation="gelu",
+            norm="lm_head.layer_norm",
+            output="lm_head.decoder",
+            output_biases=("lm_head.decoder.bias", "lm_head.bias"),
+        ),
+        HeadNames(task="classify", transform="classifier.dense", activation="tanh", output="classifier.out_proj"),
+        HeadNames(task="tag", output="classifier"),
+        HeadNames(task="pool", transform="pooler.dense", activation="tanh"),
+    ),
+)
+
+
+def _configure_roberta(settings: Settings) -> ModelConfig:
+    """Return the shape of RoBERTa (Liu et al. 2019), CamemBERT (Martin et al. 2020) and XLM-R (Conneau et al. 2020).
+
+    It is BERT's; the first position is the row after the padding id, which is -1 if there is no padding.
+    """
+    pad = setting(settings, "pad_token_id", int, default=1)
+    fields = bert_fields(settings)
+    return configure(settings, _ROBERTA_NAMES, **fields, pad_id=max(pad, 0), positions_offset=pad + 1)
+
+
+ROBERTA = family("RoBERTa", _ROBERTA_NAMES, _configure_roberta, "roberta", "xlm-roberta", "camembert", mask="<mask>")
+
+
+_DISTILBERT_NAMES = EncoderNames(
+    prefix="distilbert.",
+    layer="transformer.layer.{index}",
+    qkv=("attention.q_lin", "attention.k_lin", "attention.v_lin"),
+    out="attention.out_lin",
+    attention_norm="sa_layer_norm",
+    inner="ffn.lin1",
+    outer="ffn.lin2",
+    norm="output_layer_norm",
+    heads=(
+        HeadNames(task="fill_mask", transform="vocab_transform", norm="vocab_layer_norm", output="vocab_projector"),
+        HeadNames(task="classify", transform="pre_classifier", activation="relu", output="classifier"),
+        HeadNames(task="tag", output="classifier"),
+    ),
+)
+
+
+def _configure_distilbert(settings: Settings) -> ModelConfig:
+    """Return the shape of DistilBERT (Sanh et al. 2019): BERT's without token types and pooler.
+
+    Sinusoidal positions are stored like learned ones.
+    """
+    return configure(
+        settings,
+        _DISTILBERT_NAMES,
+        vocab_size=setting(settings, "vocab_size", int),
+        d_model=setting(settings, "dim", int),
+        encoder_layers=setting(settings, "n_layers", int),
+        num_heads=setting(settings, "n_heads", int),
+        d_ff=setting(settings, "hidden_dim", int),
+        activation=activation(settings, "activation"),
+        norm_eps=1e-12,
+        dropout=setting(settings, "dropout", float, default=0.1),
+    )
+
+
+DISTILBERT = family("DistilBERT", _DISTILBERT_NAMES, _configure_distilbert, "distilbert")
+
+
+_ALBERT_NAMES = EncoderNames(
+    prefix="albert.",
+    widen="encoder.embedding_hidden_mapping_in",
+    layer="encoder.albert_layer_groups.0.albert_layers.{index}",
+    qkv=("attention.query", "attention.key", "attention.value"),
+    out="attention.dense",
+    attention_norm="attention.LayerNorm",
+    inner="ffn",
+    outer="ffn_output",
+    norm="full_layer_layer_norm",
+    heads=(
+        HeadNames(
+            task="fill_mask",
+            transform="predictions.dense",
+            norm="predictions.LayerNorm",
+            output="predictions.decoder",
+            output_biases=("predictions.decoder.bias", "predictions.bias"),
+        ),
+        # Sentence order prediction (Lan et al. 2020, section 3.1): are two texts in their original order or swapped?
+        # BERT's task is to recognise unrelated texts.
+        HeadNames(
+            task="next_sentence",
+            transform="pooler",
+            activation="tanh",
+            output="sop_classifier.classifier",
+            labels=("in_order", "swapped"),
+        ),
+        HeadNames(task="classify", transform="pooler", activation="tanh", output="classifier"),
+        HeadNames(task="tag", output="classifier"),
+        HeadNames(task="pool", transform="pooler", activation="tanh"),
+    ),
+)
+
+
+def _configure_albert(settings: Settings) -> ModelConfig:
+    """Return the shape of ALBERT (Lan et al. 2020): BERT's with narrow embeddings and the same weights in all layers.
+
+    More than one group of layers is refused; no published model has it.
+    """
+    for name in ("num_hidden_groups", "inner_group_num"):
+        refuse_unless(settings, name, only=1, default=1)
+    return configure(
+        settings,
+        _ALBERT_NAMES,
+        **bert_fields(settings),
+        embedding_width=setting(settings, "embedding_size", int),
+        share_layers=True,
+    )
+
+
+ALBERT = family("ALBERT", _ALBERT_NAMES, _configure_albert, "albert")

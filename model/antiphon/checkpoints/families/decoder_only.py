@@ -1,17 +1,18 @@
-"""Llama (Touvron et al. 2023), Mistral and Qwen2: decoder-only, with rotary positions, RMSNorm, gated feed-forward.
+"""GPT-2 and Llama: decoder-only families.
 
-Linear scaling and Llama 3.1's scaling of rotary positions are supported. Mistral (Jiang et al. 2023) is limited to the
-length of its sliding window. Qwen2 has biases on queries, keys and values.
+GPT-2 (Radford et al. 2019) has learned positions and pre-norm layers.
+
+Llama (Touvron et al. 2023), Mistral and Qwen2 have rotary positions, RMSNorm and a gated feed-forward. Linear scaling
+and Llama 3.1's scaling of rotary positions are supported. Mistral (Jiang et al. 2023) is limited to the length of its
+sliding window. Qwen2 has biases on queries, keys and values.
 Grouped-query attention (Ainslie et al. 2023): each key and value head is repeated for all query heads of its group. So
 caches and projections are num_attention_heads / num_key_value_heads times as large as necessary.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from antiphon.architecture.config import LinearScaling, Llama3Scaling, ModelConfig
 from antiphon.checkpoints.families.family import Family
@@ -21,31 +22,114 @@ from antiphon.checkpoints.settings import (
     describe,
     is_tied,
     refuse_head,
+    refuse_unless,
     setting,
     token_id,
 )
 from antiphon.checkpoints.source_weights import SourceWeights
-from antiphon.checkpoints.text_formats import tokenizers_format
 from antiphon.errors import SourceError
-from antiphon.text.format import TextFormat
 from antiphon.transformer.layers import DecoderLayer
 from antiphon.transformer.transformer import Transformer
 
-_EMBEDDING, _OUTPUT = "embed_tokens.weight", "lm_head.weight"
+_GPT2_EMBEDDING, _LLAMA_EMBEDDING, _OUTPUT = "wte.weight", "embed_tokens.weight", "lm_head.weight"
 _MAX_LEN = 65536  # maximum of ModelConfig.max_target_len
 _DEFAULT_LEN = 2048
 _SCALED: dict[str, type[LinearScaling] | type[Llama3Scaling]] = {"linear": LinearScaling, "llama3": Llama3Scaling}
 
 
-def resolve(settings: Settings, weights: SourceWeights) -> Settings:
+def _resolve_gpt2(settings: Settings, weights: SourceWeights) -> Settings:
+    """Return the settings with tie_word_embeddings as the tensors show."""
+    refuse_head(settings, ["LMHeadModel", "ForCausalLM"])
+    weights.strip_prefix("transformer.")
+    return {**settings, "tie_word_embeddings": is_tied(settings, weights, _GPT2_EMBEDDING, _OUTPUT)}
+
+
+def _configure_gpt2(settings: Settings) -> ModelConfig:
+    """Return the shape. Begin and end token are the same; there are no padding and unknown tokens."""
+    for name, only in (("scale_attn_by_inverse_layer_idx", False), ("add_cross_attention", False)):
+        refuse_unless(settings, name, only=only, default=only)
+    width = setting(settings, "n_embd", int)
+    eos_id = token_id(settings, "eos_token_id", default=50256)
+    return describe(
+        architecture="decoder",
+        vocab_size=setting(settings, "vocab_size", int),
+        d_model=width,
+        encoder_layers=0,
+        decoder_layers=setting(settings, "n_layer", int),
+        num_heads=setting(settings, "n_head", int),
+        d_ff=setting(settings, "n_inner", int, default=4 * width),
+        norm_placement="pre",
+        norm_eps=setting(settings, "layer_norm_epsilon", float, default=1e-5),
+        activation=activation(settings, "activation_function"),
+        positions="learned",
+        attention_scale=None if setting(settings, "scale_attn_weights", bool, default=True) else 1.0,
+        scale_embeddings=False,
+        tie_output=setting(settings, "tie_word_embeddings", bool, default=True),
+        dropout=setting(settings, "resid_pdrop", float, default=0.1),
+        max_target_len=setting(settings, "n_positions", int),
+        pad_id=token_id(settings, "pad_token_id", default=eos_id),
+        bos_id=token_id(settings, "bos_token_id", default=eos_id),
+        eos_id=eos_id,
+        unk_id=eos_id,
+    )
+
+
+def _load_gpt2(model: Transformer, weights: SourceWeights, _: Settings) -> None:
+    """Fill the model; tensor names are those of GPT2LMHeadModel, with or without the prefix `transformer.`."""
+    decoder = model.decoder
+    assert decoder is not None
+    assert decoder.positions.table is not None
+    weights.strip_prefix("transformer.")
+    weights.ignore("h.*.attn.bias")  # old files store the causal mask
+    weights.ignore("h.*.attn.masked_bias")
+    weights.fill_tied(decoder.embedding.weight, _GPT2_EMBEDDING, *([_OUTPUT] if model.config.tie_output else []))
+    if not model.config.tie_output:
+        weights.fill(model.output.weight, _OUTPUT)
+    weights.fill_start(decoder.positions.table, "wpe.weight")
+    weights.fill_module(decoder.final_norm, "ln_f")
+    for index, layer in enumerate(decoder.blocks):
+        _load_gpt2_layer(layer, weights, f"h.{index}")
+
+
+def _load_gpt2_layer(layer: DecoderLayer, weights: SourceWeights, name: str) -> None:
+    weights.fill_module(layer.self_residual.norm, f"{name}.ln_1")
+    _fill_transposed(layer.self_attention.qkv, weights, f"{name}.attn.c_attn")
+    _fill_transposed(layer.self_attention.out, weights, f"{name}.attn.c_proj")
+    weights.fill_module(layer.feed_forward_residual.norm, f"{name}.ln_2")
+    _fill_transposed(layer.feed_forward.inner, weights, f"{name}.mlp.c_fc")
+    _fill_transposed(layer.feed_forward.outer, weights, f"{name}.mlp.c_proj")
+
+
+def _fill_transposed(ours: nn.Linear, weights: SourceWeights, name: str) -> None:
+    """Fill a linear layer from a Conv1D of transformers, whose weight is [inputs, outputs]."""
+    weights.fill(ours.weight.data.T, f"{name}.weight")  # a view, so the copy changes the parameter
+    weights.fill(ours.bias, f"{name}.bias")
+
+
+GPT2 = Family(
+    name="GPT-2",
+    model_types=("gpt2",),
+    configure=_configure_gpt2,
+    resolve=_resolve_gpt2,
+    load=_load_gpt2,
+    reference="AutoModelForCausalLM",
+    input_first=("c_attn", "c_proj", "c_fc"),
+)
+
+
+def _resolve_llama(settings: Settings, weights: SourceWeights) -> Settings:
     """Return the settings with tie_word_embeddings and has_bias (any projection has a bias) as the tensors show."""
     refuse_head(settings, ["ForCausalLM"])
     weights.strip_prefix("model.")
     has_bias = any(name.endswith("_proj.bias") for name in weights.names)
-    return {**settings, "tie_word_embeddings": is_tied(settings, weights, _EMBEDDING, _OUTPUT), "has_bias": has_bias}
+    return {
+        **settings,
+        "tie_word_embeddings": is_tied(settings, weights, _LLAMA_EMBEDDING, _OUTPUT),
+        "has_bias": has_bias,
+    }
 
 
-def configure(settings: Settings) -> ModelConfig:
+def _configure_llama(settings: Settings) -> ModelConfig:
     """Return the shape. If one projection has a bias, all have one here; missing biases are zeros."""
     rotation = _rotation(settings)
     width, heads = setting(settings, "hidden_size", int), setting(settings, "num_attention_heads", int)
@@ -115,13 +199,13 @@ def _longest(settings: Settings) -> int:
     return min(longest, window if "sliding_attention" in kinds else longest, _MAX_LEN)
 
 
-def load(model: Transformer, weights: SourceWeights, settings: Settings) -> None:
+def _load_llama(model: Transformer, weights: SourceWeights, settings: Settings) -> None:
     """Fill the model; tensor names are those of LlamaForCausalLM, with or without the prefix `model.`."""
     decoder = model.decoder
     assert decoder is not None
     weights.strip_prefix("model.")
     weights.ignore("*rotary_emb.*")  # old files store rates, cosines and sines
-    weights.fill_tied(decoder.embedding.weight, _EMBEDDING, *([_OUTPUT] if model.config.tie_output else []))
+    weights.fill_tied(decoder.embedding.weight, _LLAMA_EMBEDDING, *([_OUTPUT] if model.config.tie_output else []))
     if not model.config.tie_output:
         weights.fill(model.output.weight, _OUTPUT)
     weights.fill_module(decoder.final_norm, "norm")
@@ -132,10 +216,10 @@ def load(model: Transformer, weights: SourceWeights, settings: Settings) -> None
             f"config.json: num_key_value_heads is {key_heads}, which does not divide num_attention_heads, {heads}"
         )
     for index, layer in enumerate(decoder.blocks):
-        _load_layer(layer, weights, f"layers.{index}", key_heads)
+        _load_llama_layer(layer, weights, f"layers.{index}", key_heads)
 
 
-def _load_layer(layer: DecoderLayer, weights: SourceWeights, name: str, key_heads: int) -> None:
+def _load_llama_layer(layer: DecoderLayer, weights: SourceWeights, name: str, key_heads: int) -> None:
     attention, feed_forward = layer.self_attention, layer.feed_forward
     weights.fill_module(layer.self_residual.norm, f"{name}.input_layernorm")
     for part, ours in _parts(attention.qkv):
@@ -153,7 +237,7 @@ def _load_layer(layer: DecoderLayer, weights: SourceWeights, name: str, key_head
         _fill(ours, weights, f"{name}.mlp.down_proj.{part}")
 
 
-def _parts(layer: torch.nn.Linear) -> list[tuple[str, Tensor]]:
+def _parts(layer: nn.Linear) -> list[tuple[str, Tensor]]:
     return [(name, parameter.data) for name, parameter in layer.named_parameters()]
 
 
@@ -174,17 +258,11 @@ def _fill_repeated(ours: Tensor, weights: SourceWeights, name: str, heads: tuple
     ours.copy_(by_head.repeat_interleave(num_heads // key_heads, dim=0).reshape(ours.shape))
 
 
-def text(folder: Path, settings: Settings, config: ModelConfig) -> TextFormat:
-    """Return the text format of tokenizer.json; most of these models have the begin token before a prompt."""
-    return tokenizers_format(folder)
-
-
-FAMILY = Family(
+LLAMA = Family(
     name="Llama",
     model_types=("llama", "mistral", "qwen2"),
-    configure=configure,
-    resolve=resolve,
-    load=load,
-    text=text,
+    configure=_configure_llama,
+    resolve=_resolve_llama,
+    load=_load_llama,
     reference="AutoModelForCausalLM",
 )

@@ -1,1 +1,0 @@
-"""Directories of CTranslate2: variables, vocabularies, and loading into our model."""

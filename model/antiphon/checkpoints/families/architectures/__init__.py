@@ -1,1 +1,0 @@
-"""Common code of families: BART-like and BERT-like architectures."""
