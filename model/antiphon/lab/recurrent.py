@@ -23,7 +23,8 @@ from antiphon.ops.attention import Backend
 from antiphon.training.corpus import Part
 from antiphon.training.recipe import Recipe
 from antiphon.training.task import RunFolders
-from antiphon.training.translation import Batch, PairBatches, TranslationTask, labelled_loss
+from antiphon.training.batches import PlannedBatches
+from antiphon.training.translation import Batch, TranslationTask, labelled_loss
 
 
 class RecurrentConfig(BaseModel):
@@ -293,7 +294,7 @@ class RecurrentTask:
         """Return the loss of the next token, see TrainingTask."""
         return RecurrentLoss(model)
 
-    def batches(self, part: Part, seed: int) -> PairBatches:
+    def batches(self, part: Part, seed: int) -> PlannedBatches[Batch]:
         """Return the batches of one epoch, see TrainingTask."""
         return self.pairs.batches(part, seed)
 

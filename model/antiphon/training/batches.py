@@ -1,11 +1,12 @@
-"""Batches of padded tensors: planning by length, and the examples of encoders with their labels."""
+"""Batches of padded tensors: planning by length, targets of decoders, and examples of encoders with their labels."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from itertools import groupby
+from typing import Generic, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -46,6 +47,46 @@ def plan_lengths(lengths: Sequence[tuple[int, int]], batch_tokens: int, seed: in
         batches += [members[start : start + rows] for start in range(0, len(members), rows)]
     chance.shuffle(batches)
     return batches
+
+
+Made = TypeVar("Made")
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedBatches(Generic[Made]):
+    """Batches of one epoch. plan: examples of each batch. make: returns the batch with an index of the plan."""
+
+    plan: list[list[int]]
+    make: Callable[[int], Made]
+
+    def __len__(self) -> int:
+        return len(self.plan)
+
+    def __getitem__(self, index: int) -> Made:
+        return self.make(index)
+
+    def __iter__(self) -> Iterator[Made]:
+        return map(self.make, range(len(self.plan)))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TargetBatch:
+    """Inputs of a decoder and their labels, [B, T] int64: a label is the token after its input.
+
+    Labels of padding, and those beyond the end of a text, are IGNORED_LABEL.
+    """
+
+    inputs: Tensor
+    labels: Tensor
+
+    def to(self, device: torch.device) -> Self:
+        """Return the batch on a device."""
+        return replace(self, **{field.name: getattr(self, field.name).to(device) for field in fields(self)})
+
+    @property
+    def counts(self) -> Tensor:
+        """Number of labels, [1] float64."""
+        return (self.labels != IGNORED_LABEL).sum()[None].double()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

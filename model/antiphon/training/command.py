@@ -102,20 +102,20 @@ def open_init(path: Path, text_folder: Path) -> Checkpoint:
 
 def frozen(recipe: AnyRecipe) -> AnyRecipe:
     """Return the recipe with a frozen encoder. Raises RecipeError for a recipe other than fine-tuning."""
-    if not isinstance(recipe, FineTuneRecipe):
-        raise RecipeError(
-            f"--freeze-encoder needs a recipe with task classify or tag; the task of {recipe.name!r} is {recipe.task!r}"
-        )
-    return recipe.model_copy(update={"freeze_encoder": True})
+    return _fine_tuning(recipe, "--freeze-encoder").model_copy(update={"freeze_encoder": True})
 
 
 def with_few_examples(recipe: AnyRecipe, count: int) -> AnyRecipe:
     """Return the recipe with data.max_train_examples=count. Raises RecipeError for a recipe other than fine-tuning."""
-    if not isinstance(recipe, FineTuneRecipe):
-        raise RecipeError(
-            f"--max-train-examples needs a recipe with task classify or tag; the task of {recipe.name!r} is "
-            f"{recipe.task!r}"
-        )
+    recipe = _fine_tuning(recipe, "--max-train-examples")
     if count < 1:
         raise RecipeError(f"--max-train-examples is {count}; it must be at least 1")
     return recipe.model_copy(update={"data": recipe.data.model_copy(update={"max_train_examples": count})})
+
+
+def _fine_tuning(recipe: AnyRecipe, option: str) -> FineTuneRecipe:
+    if not isinstance(recipe, FineTuneRecipe):
+        raise RecipeError(
+            f"{option} needs a recipe with task classify or tag; the task of {recipe.name!r} is {recipe.task!r}"
+        )
+    return recipe

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from antiphon.bundle.manifest import file_entry
 from antiphon.errors import RecipeError
@@ -31,6 +31,11 @@ class Corpus:
     train: list[Pair]
     valid: list[Pair]
     test: list[Pair]
+
+    def changed(self, change: Callable[[Pair], Pair]) -> Corpus:
+        """Return the corpus with every pair changed."""
+        train, valid, test = ([change(pair) for pair in pairs] for pairs in (self.train, self.valid, self.test))
+        return Corpus(train=train, valid=valid, test=test)
 
 
 def load_corpus(config: DataConfig, folder: Path) -> Corpus:
@@ -83,11 +88,7 @@ def load_collections(config: DataConfig, folder: Path) -> dict[str, Corpus]:
 
 def _reversed(corpus: Corpus) -> Corpus:
     """Exchange source and target, after the split: so both directions have the same test pairs."""
-
-    def exchanged(pairs: Sequence[Pair]) -> list[Pair]:
-        return [(target, source) for source, target in pairs]
-
-    return Corpus(train=exchanged(corpus.train), valid=exchanged(corpus.valid), test=exchanged(corpus.test))
+    return corpus.changed(lambda pair: (pair[1], pair[0]))
 
 
 def joined_corpus(parts: Sequence[Corpus]) -> Corpus:
@@ -145,10 +146,7 @@ def _moses_lower(corpus: Corpus, config: DataConfig) -> Corpus:
         tokens: str = tokenizer.tokenize(normalizer.normalize(text), return_str=True, escape=False)
         return tokens.lower()
 
-    def clean_all(pairs: list[Pair]) -> list[Pair]:
-        return [(clean(source, 0), clean(target, 1)) for source, target in pairs]
-
-    return Corpus(train=clean_all(corpus.train), valid=clean_all(corpus.valid), test=clean_all(corpus.test))
+    return corpus.changed(lambda pair: (clean(pair[0], 0), clean(pair[1], 1)))
 
 
 def _match_key(text: str) -> str:
@@ -178,11 +176,15 @@ def held_out_rule(pairs: Sequence[Pair]) -> Corpus:
 def _part_of(smallest_source: str, group_size: int) -> str:
     if group_size > HELD_OUT_MAX_GROUP:
         return "train"
-    digest = hashlib.sha256((HELD_OUT_SALT + smallest_source).encode()).digest()
-    draw = int.from_bytes(digest[:8], "big") % 1000
+    draw = _per_mille(HELD_OUT_SALT + smallest_source)
     if draw < TEST_PER_MILLE:
         return "test"
     return "valid" if draw < TEST_PER_MILLE + VALID_PER_MILLE else "train"
+
+
+def _per_mille(text: str) -> int:
+    """Return a number below 1000 that depends on the text's hash alone."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") % 1000
 
 
 def _connected(keys: Sequence[tuple[str, str]]) -> list[int]:
@@ -232,20 +234,6 @@ Item = TypeVar("Item", Labelled, Tagged)
 Part = Literal["train", "valid", "test"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Parts(Generic[Item]):
-    """Labelled texts for training, validation and test."""
-
-    train: list[Item]
-    valid: list[Item]
-    test: list[Item]
-
-
-def part_of(parts: Parts[Item], part: Part) -> list[Item]:
-    """Return one of the parts."""
-    return {"train": parts.train, "valid": parts.valid, "test": parts.test}[part]
-
-
 def read_texts(folder: Path, file: TextFile) -> list[str]:
     """Return the texts of a file of any format, without labels. Raises RecipeError naming the file."""
     if file.format == "lines":
@@ -292,7 +280,9 @@ def read_tagged(folder: Path, file: TextFile) -> list[Tagged]:
     return sentences
 
 
-def read_parts(folder: Path, data: LabelledData, read: Callable[[Path, TextFile], list[Item]]) -> Parts[Item]:
+def read_parts(
+    folder: Path, data: LabelledData, read: Callable[[Path, TextFile], list[Item]]
+) -> dict[Part, list[Item]]:
     """Read all parts of a fine-tuning recipe's data; `read` reads one file."""
 
     def gather(files: Sequence[TextFile]) -> list[Item]:
@@ -302,7 +292,7 @@ def read_parts(folder: Path, data: LabelledData, read: Callable[[Path, TextFile]
     if not data.valid:
         valid = [item for item in train if is_held_out(item.text)]
         train = [item for item in train if not is_held_out(item.text)]
-    return Parts(train=train, valid=valid, test=gather(data.test))
+    return {"train": train, "valid": valid, "test": gather(data.test)}
 
 
 def is_held_out(text: str, per_mille: int = TEXTS_PER_MILLE) -> bool:
@@ -310,9 +300,7 @@ def is_held_out(text: str, per_mille: int = TEXTS_PER_MILLE) -> bool:
 
     per_mille: texts of 1,000 that are held out.
     """
-    folded = "".join(text.lower().split())
-    digest = hashlib.sha256((TEXTS_SALT + folded).encode()).digest()
-    return int.from_bytes(digest[:8], "big") % 1000 < per_mille
+    return _per_mille(TEXTS_SALT + "".join(text.lower().split())) < per_mille
 
 
 def _lines(folder: Path, file: TextFile) -> list[str]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -16,16 +15,15 @@ from torch import nn
 
 from antiphon.architecture.config import ModelConfig
 from antiphon.architecture.heads import HeadConfig
-from antiphon.bundle.manifest import Provenance
 from antiphon.errors import CheckpointError, RecipeError
 from antiphon.ops.attention import Backend
 from antiphon.text.format import fill, num_before
-from antiphon.training.batches import IGNORED_LABEL, EncoderBatch, EncoderExample, collate, plan_lengths
-from antiphon.training.corpus import Labelled, Part, Parts, Tagged, read_labelled, read_parts, read_tagged
+from antiphon.training.batches import IGNORED_LABEL, EncoderBatch, EncoderExample, PlannedBatches, collate, plan_lengths
+from antiphon.training.corpus import Labelled, Part, Tagged, read_labelled, read_parts, read_tagged
 from antiphon.training.losses import EncoderLoss, label_accuracy
 from antiphon.training.recipe import FineTuneRecipe
 from antiphon.training.scores import OUTSIDE, first_tags, inside, span_score, token_tags, words_of_tokens
-from antiphon.training.task import RunFolders, provenance_of, run_tokenizer
+from antiphon.training.task import RunFolders, TransformerTask, run_tokenizer
 from antiphon.transformer.transformer import Transformer
 
 Item = TypeVar("Item", bound=Labelled | Tagged)
@@ -56,25 +54,7 @@ def _draw(text: str, seed: int) -> bytes:
     return hashlib.sha256(f"{seed}|{text}".encode()).digest()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LabelledBatches:
-    """Planned batches of one epoch of labelled texts."""
-
-    examples: Sequence[EncoderExample]
-    plan: list[list[int]]
-    config: ModelConfig
-    batch_tokens: int
-
-    def __len__(self) -> int:
-        return len(self.plan)
-
-    def __getitem__(self, index: int) -> EncoderBatch:
-        chosen = [self.examples[i] for i in self.plan[index]]
-        task = self.config.heads[0].task
-        return collate(chosen, [task], self.config.pad_id, self.batch_tokens, self.config.max_source_len)
-
-
-class FineTuneTask:
+class FineTuneTask(TransformerTask[FineTuneRecipe]):
     """TrainingTask with the initial checkpoint's encoder and one new head."""
 
     num_losses = 1
@@ -90,15 +70,12 @@ class FineTuneTask:
         self.init = init
         self.text = init.text
         self.tokenizer = run_tokenizer(folders, lambda: init.tokenizer)
-        parts: Parts[Labelled] | Parts[Tagged]
-        if recipe.task == "classify":
-            parts = read_parts(folders.data, recipe.data, read_labelled)
-        else:
-            parts = read_parts(folders.data, recipe.data, read_tagged)
         self.items: dict[Part, Sequence[Labelled | Tagged]] = {
-            "train": parts.train,
-            "valid": parts.valid,
-            "test": parts.test,
+            **(
+                read_parts(folders.data, recipe.data, read_labelled)
+                if recipe.task == "classify"
+                else read_parts(folders.data, recipe.data, read_tagged)
+            )
         }
         self.labels = self._labels()
         self.config = self._config()
@@ -142,11 +119,6 @@ class FineTuneTask:
                 labels[place] = self.labels.index(tag)
         return EncoderExample(ids=ids, type_ids=type_ids, labels={"tag": labels})
 
-    @property
-    def provenance(self) -> Provenance:
-        """Origin of data and initial weights, see TrainingTask."""
-        return provenance_of(self.recipe, self.init)
-
     def make_model(self, backend: Backend) -> Transformer:
         """Return the model to train, see TrainingTask.
 
@@ -167,17 +139,22 @@ class FineTuneTask:
         """Return the loss of the head, see TrainingTask."""
         return EncoderLoss(model, freeze_encoder=self.recipe.freeze_encoder)
 
-    def batches(self, part: Part, seed: int) -> LabelledBatches:
+    def batches(self, part: Part, seed: int) -> PlannedBatches[EncoderBatch]:
         """Return the batches of one epoch, see TrainingTask."""
-        examples, batch_tokens = self.examples[part], self.recipe.train.batch_tokens
+        examples, batch_tokens, config = self.examples[part], self.recipe.train.batch_tokens, self.config
         plan = plan_lengths([(len(e.ids), 0) for e in examples], batch_tokens, seed)
-        return LabelledBatches(examples=examples, plan=plan, config=self.config, batch_tokens=batch_tokens)
+
+        def batch(index: int) -> EncoderBatch:
+            chosen = [examples[i] for i in plan[index]]
+            return collate(chosen, [self.recipe.task], config.pad_id, batch_tokens, config.max_source_len)
+
+        return PlannedBatches(plan, batch)
 
     def scores(self, model: Transformer, part: Part) -> dict[str, float]:
         """Return the accuracy for texts; precision, recall and F1 of entities for words (span_f1.py)."""
         batches = self.batches(part, 0)
         if self.recipe.task == "classify":
-            accuracy = label_accuracy(model, (batches[index] for index in range(len(batches))))
+            accuracy = label_accuracy(model, batches)
             return {"accuracy": accuracy["classify_accuracy"], "texts": len(self.items[part])}
         pairs = list(self._tags(model, part, batches))
         score = span_score([expected for expected, _ in pairs], [found for _, found in pairs])
@@ -185,7 +162,7 @@ class FineTuneTask:
 
     @torch.no_grad()
     def _tags(
-        self, model: Transformer, part: Part, batches: LabelledBatches
+        self, model: Transformer, part: Part, batches: PlannedBatches[EncoderBatch]
     ) -> Iterator[tuple[Sequence[str], Sequence[str]]]:
         """Yield expected and predicted tags of each sentence; truncated words get the tag O."""
         device = next(model.parameters()).device

@@ -16,33 +16,13 @@ from antiphon.architecture.config import ModelConfig
 from antiphon.errors import CheckpointError, RecipeError
 from antiphon.text.subwords import EXACT_END_ID
 from antiphon.text.tokenizer import Tokenizer, exact_bpe_format
-from antiphon.training.batches import IGNORED_LABEL
+from antiphon.training.batches import IGNORED_LABEL, TargetBatch
 from antiphon.training.corpus import Part, read_running_text
 from antiphon.training.losses import linear_cross_entropy
 from antiphon.training.recipe import LanguageModelRecipe
 from antiphon.training.scores import TextLoss, text_loss
 from antiphon.training.task import RunFolders, TransformerTask, run_tokenizer
 from antiphon.transformer.transformer import Transformer
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WindowBatch:
-    """Windows of running text: inputs and labels [B, T] int64; a label is the token after its input.
-
-    Labels beyond the end of the text are IGNORED_LABEL.
-    """
-
-    inputs: Tensor
-    labels: Tensor
-
-    def to(self, device: torch.device) -> WindowBatch:
-        """Return the batch on a device."""
-        return WindowBatch(inputs=self.inputs.to(device), labels=self.labels.to(device))
-
-    @property
-    def counts(self) -> Tensor:
-        """Number of labels, [1] float64."""
-        return (self.labels != IGNORED_LABEL).sum()[None].double()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,11 +39,11 @@ class Windows:
     def __len__(self) -> int:
         return len(self.plan)
 
-    def __getitem__(self, index: int) -> WindowBatch:
+    def __getitem__(self, index: int) -> TargetBatch:
         places = self.plan[index][:, None] + torch.arange(self.num_predicted + 1)  # [B, T + 1]
         last = len(self.tokens) - 1
         window = self.tokens[places.clamp(max=last)]
-        return WindowBatch(inputs=window[:, :-1], labels=window[:, 1:].masked_fill(places[:, 1:] > last, IGNORED_LABEL))
+        return TargetBatch(inputs=window[:, :-1], labels=window[:, 1:].masked_fill(places[:, 1:] > last, IGNORED_LABEL))
 
 
 def shuffled_starts(num_tokens: int, num_predicted: int, seed: int) -> Tensor:
@@ -92,7 +72,7 @@ class LanguageLoss(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, batch: WindowBatch, smoothing: float) -> Tensor:
+    def forward(self, batch: TargetBatch, smoothing: float) -> Tensor:
         """Return the summed label-smoothed cross entropy of the labels, [1], in nats."""
         hidden = self.model.decode(batch.inputs, None).flatten(0, 1)
         output, labels = self.model.output, batch.labels.flatten()

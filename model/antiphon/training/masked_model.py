@@ -9,16 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from antiphon.architecture.config import ModelConfig
-from antiphon.architecture.heads import HeadConfig, Task
+from antiphon.architecture.heads import HeadConfig
 from antiphon.errors import CheckpointError, RecipeError
 from antiphon.ops.attention import Backend
 from antiphon.text.format import TextFormat, fill
 from antiphon.text.subwords import WORD_PIECE_FORMAT
 from antiphon.text.tokenizer import MASK_TOKEN, Tokenizer, encoder_format
-from antiphon.training.batches import IGNORED_LABEL, EncoderBatch, EncoderExample, collate, plan_lengths
+from antiphon.training.batches import IGNORED_LABEL, EncoderBatch, EncoderExample, PlannedBatches, collate, plan_lengths
 from antiphon.training.corpus import Part, is_held_out, read_documents, read_texts
 from antiphon.training.losses import EncoderLoss, label_accuracy
-from antiphon.training.passages import SentencePair, SentenceRun, TokenDocuments, sentence_pairs, sentence_runs
+from antiphon.training.passages import Passage, TokenDocuments, sentence_pairs, sentence_runs
 from antiphon.training.recipe import MaskingConfig, PretrainRecipe
 from antiphon.training.task import RunFolders, TransformerTask, run_tokenizer
 from antiphon.transformer.neighbour_start import start_at_neighbours
@@ -68,7 +68,7 @@ class PretrainExamples:
     """Single texts, then passages of documents. Pairs need a text format with pair_template."""
 
     texts: Sequence[EncoderExample]
-    passages: Sequence[SentencePair] | Sequence[SentenceRun]
+    passages: Sequence[Passage]
     documents: TokenDocuments
     text: TextFormat
 
@@ -79,8 +79,8 @@ class PretrainExamples:
         if index < len(self.texts):
             return self.texts[index]
         passage = self.passages[index - len(self.texts)]
-        ids, type_ids = fill(self.text, *passage.tokens(self.documents))
-        if isinstance(passage, SentenceRun):
+        ids, type_ids = fill(self.text, *passage.parts(self.documents))
+        if passage.is_next is None:
             return EncoderExample(ids=ids, type_ids=type_ids, labels={})
         label = IS_NEXT if passage.is_next else NOT_NEXT
         return EncoderExample(ids=ids, type_ids=type_ids, labels={"next_sentence": label})
@@ -88,12 +88,10 @@ class PretrainExamples:
     @property
     def lengths(self) -> list[int]:
         """Number of tokens of each example, with special tokens."""
-        lengths = [len(example.ids) for example in self.texts]
-        for passage in self.passages:
-            is_run = isinstance(passage, SentenceRun)
-            around = len(self.text.template) - 1 if is_run else len(self.text.pair_template or ()) - 2
-            lengths.append(len(passage) + around)
-        return lengths
+        run, pair = len(self.text.template) - 1, len(self.text.pair_template or ()) - 2  # their special tokens
+        return [len(example.ids) for example in self.texts] + [
+            len(passage) + (run if passage.is_next is None else pair) for passage in self.passages
+        ]
 
 
 # Texts and documents of 1,000 that are held out for validation, and as many again for the final scores.
@@ -108,42 +106,6 @@ def pretraining_heads(config: ModelConfig, *, pairs: bool) -> list[HeadConfig]:
         labels = ("is_next", "not_next")
         heads.append(HeadConfig(task="next_sentence", labels=labels, transform_width=config.d_model, activation="tanh"))
     return heads
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MaskedBatches:
-    """Planned batches of one epoch.
-
-    mask_seed: decides together with the batch's index which tokens are masked; with is_static together with the index
-        of each example, so that a text has the same mask in every batch.
-    """
-
-    examples: PretrainExamples
-    plan: list[list[int]]
-    mask_seed: int
-    is_static: bool
-    masking: Masking
-    tasks: tuple[Task, ...]
-    config: ModelConfig
-    batch_tokens: int
-
-    def __len__(self) -> int:
-        return len(self.plan)
-
-    def __getitem__(self, index: int) -> EncoderBatch:
-        if self.is_static:
-            return self._collate([self._masked(i) for i in self.plan[index]])
-        batch = self._collate([self.examples[i] for i in self.plan[index]])
-        ids, labels = self.masking.apply(batch.ids, hash((self.mask_seed, index)))
-        return replace(batch, ids=ids, labels={**batch.labels, "fill_mask": labels})
-
-    def _collate(self, chosen: Sequence[EncoderExample]) -> EncoderBatch:
-        return collate(chosen, self.tasks, self.config.pad_id, self.batch_tokens, self.config.max_source_len)
-
-    def _masked(self, number: int) -> EncoderExample:
-        example = self.examples[number]
-        ids, labels = self.masking.apply(torch.tensor([example.ids]), hash((self.mask_seed, number)))
-        return replace(example, ids=ids[0].tolist(), labels={**example.labels, "fill_mask": labels[0].tolist()})
 
 
 class PretrainTask(TransformerTask[PretrainRecipe]):
@@ -221,7 +183,7 @@ class PretrainTask(TransformerTask[PretrainRecipe]):
             )
         return parts
 
-    def _passages(self, part: Part, seed: int) -> list[SentencePair] | list[SentenceRun]:
+    def _passages(self, part: Part, seed: int) -> list[Passage]:
         documents = self.documents[part]
         if not self.recipe.next_sentences:
             return sentence_runs(documents, self.config.max_source_len - len(self.text.template) + 1)
@@ -241,32 +203,38 @@ class PretrainTask(TransformerTask[PretrainRecipe]):
         """Return the loss of all heads, see TrainingTask."""
         return EncoderLoss(model)
 
-    def batches(self, part: Part, seed: int) -> MaskedBatches:
-        """Return the batches of one epoch, see TrainingTask."""
-        copies = self.recipe.masking.copies
+    def batches(self, part: Part, seed: int) -> PlannedBatches[EncoderBatch]:
+        """Return the batches of one epoch, see TrainingTask.
+
+        The seed of a mask is that of the epoch with the batch's index. With data.masking.copies it is that of the copy
+        with the index of each example, so that a text has the same mask in every batch.
+        """
+        copies, batch_tokens, config = self.recipe.masking.copies, self.recipe.train.batch_tokens, self.config
         mask_seed = seed if copies is None else seed % copies
+        passages = self._passages(part, mask_seed)
         examples = PretrainExamples(
-            texts=self.texts[part],
-            passages=self._passages(part, mask_seed),
-            documents=self.documents[part],
-            text=self.text,
+            texts=self.texts[part], passages=passages, documents=self.documents[part], text=self.text
         )
-        batch_tokens = self.recipe.train.batch_tokens
-        return MaskedBatches(
-            examples=examples,
-            plan=plan_lengths([(length, 0) for length in examples.lengths], batch_tokens, seed),
-            mask_seed=mask_seed,
-            is_static=copies is not None,
-            masking=self.masking,
-            tasks=self.tasks,
-            config=self.config,
-            batch_tokens=batch_tokens,
-        )
+        plan = plan_lengths([(length, 0) for length in examples.lengths], batch_tokens, seed)
+
+        def masked(number: int) -> EncoderExample:
+            example = examples[number]
+            ids, labels = self.masking.apply(torch.tensor([example.ids]), hash((mask_seed, number)))
+            return replace(example, ids=ids[0].tolist(), labels={**example.labels, "fill_mask": labels[0].tolist()})
+
+        def batch(index: int) -> EncoderBatch:
+            chosen = [examples[i] if copies is None else masked(i) for i in plan[index]]
+            made = collate(chosen, self.tasks, config.pad_id, batch_tokens, config.max_source_len)
+            if copies is not None:
+                return made
+            ids, labels = self.masking.apply(made.ids, hash((mask_seed, index)))
+            return replace(made, ids=ids, labels={**made.labels, "fill_mask": labels})
+
+        return PlannedBatches(plan, batch)
 
     def scores(self, model: Transformer, part: Part) -> dict[str, float]:
         """Return the accuracy of each head: `fill_mask_accuracy`, and with documents `next_sentence_accuracy`."""
-        batches = self.batches(part, 0)
-        return label_accuracy(model, (batches[index] for index in range(len(batches))))
+        return label_accuracy(model, self.batches(part, 0))
 
 
 def _part_of(text: str) -> Part:

@@ -59,25 +59,28 @@ SHORT_SHARE = 0.1  # share of shorter pairs, because texts of later tasks are sh
 
 
 @dataclass(frozen=True, slots=True)
-class SentencePair:
-    """Two parts, each one or more consecutive sentences unless truncated: token indices [start, end)."""
+class Passage:
+    """Consecutive sentences, or two parts of them, whole unless truncated: token indices [start, end) of each part.
+
+    is_next: True if the second part follows the first in its document; None without a second part.
+    """
 
     first_start: int
     first_end: int
-    second_start: int
-    second_end: int
-    is_next: bool
+    second_start: int = 0
+    second_end: int = 0
+    is_next: bool | None = None
 
     def __len__(self) -> int:
         return self.first_end - self.first_start + self.second_end - self.second_start
 
-    def tokens(self, documents: TokenDocuments) -> tuple[Sequence[int], Sequence[int]]:
-        """Return the token ids of both parts."""
-        tokens = documents.tokens
-        return tokens[self.first_start : self.first_end], tokens[self.second_start : self.second_end]
+    def parts(self, documents: TokenDocuments) -> list[Sequence[int]]:
+        """Return the token ids of one part or of both."""
+        first = documents.tokens[self.first_start : self.first_end]
+        return [first] if self.is_next is None else [first, documents.tokens[self.second_start : self.second_end]]
 
 
-def sentence_pairs(documents: TokenDocuments, max_tokens: int, seed: int) -> list[SentencePair]:
+def sentence_pairs(documents: TokenDocuments, max_tokens: int, seed: int) -> list[Passage]:
     """Return pairs of at most max_tokens tokens, from one pass through every document.
 
     Sentences of a document are collected until they have max_tokens tokens, or fewer for one pair in ten. A random
@@ -101,7 +104,7 @@ def sentence_pairs(documents: TokenDocuments, max_tokens: int, seed: int) -> lis
             first, second = (starts[start], starts[split]), (starts[split], starts[end])
             if not is_next:
                 second = _unrelated(documents, sentences, second[1] - second[0], chance)
-            pairs.append(SentencePair(*_truncated(first, second, max_tokens, chance), is_next))
+            pairs.append(Passage(*_truncated(first, second, max_tokens, chance), is_next))
             start = end if is_next else split
     return pairs
 
@@ -146,22 +149,7 @@ def _truncated(
     return spans[0][0], spans[0][1], spans[1][0], spans[1][1]
 
 
-@dataclass(frozen=True, slots=True)
-class SentenceRun:
-    """Whole consecutive sentences, or the beginning of a sentence that is too long: token indices [start, end)."""
-
-    start: int
-    end: int
-
-    def __len__(self) -> int:
-        return self.end - self.start
-
-    def tokens(self, documents: TokenDocuments) -> tuple[Sequence[int]]:
-        """Return the token ids as the only part."""
-        return (documents.tokens[self.start : self.end],)
-
-
-def sentence_runs(documents: TokenDocuments, max_tokens: int) -> list[SentenceRun]:
+def sentence_runs(documents: TokenDocuments, max_tokens: int) -> list[Passage]:
     """Return runs of at most max_tokens tokens, from one pass through every document.
 
     A run has as many sentences as fit. A longer sentence is a run alone, without its end.
@@ -177,6 +165,6 @@ def sentence_runs(documents: TokenDocuments, max_tokens: int) -> list[SentenceRu
         while first < sentences.stop:
             fitting = bisect_right(starts, starts[first] + max_tokens, first, sentences.stop + 1) - 1
             after = max(fitting, first + 1)
-            runs.append(SentenceRun(starts[first], min(starts[after], starts[first] + max_tokens)))
+            runs.append(Passage(starts[first], min(starts[after], starts[first] + max_tokens)))
             first = after
     return runs

@@ -116,7 +116,7 @@ class Collection(DataFile, Origin):
     in_order: bool = False
 
 
-class DataConfig(Strict):
+class DataConfig(Origin):
     """Data for training a translation model: sentence pairs.
 
     pairs: one file of source<TAB>target lines, split by `held_out_rule` of corpus.py; or
@@ -128,9 +128,6 @@ class DataConfig(Strict):
         other fields. Every part has the same pairs as there.
     """
 
-    origin: str
-    licence: str
-    attribution: str
     pairs: DataFile | None = None
     collections: tuple[Collection, ...] = ()
     train: tuple[DataFile, DataFile] | None = None

@@ -157,7 +157,11 @@ class TransformerTask(Generic[AnyKind]):
 
     def make_model(self, backend: Backend) -> Transformer:
         """Return the model to train, see TrainingTask."""
-        return start_model(self.config, backend, self.folders)
+        model, folders = Transformer(self.config, attention_backend=backend), self.folders
+        if folders.init is not None and folders.keep_weights:
+            weights = folders.init.model.state_dict()  # it can have heads that the model does not have
+            model.load_state_dict({name: weights[name] for name in model.state_dict()})
+        return model
 
 
 def run_tokenizer(folders: RunFolders, train: Callable[[], Tokenizer], text: TextFormat | None = None) -> Tokenizer:
@@ -181,15 +185,6 @@ def run_tokenizer(folders: RunFolders, train: Callable[[], Tokenizer], text: Tex
     folders.group.wait()
     text = text if init is None else init.text
     return Tokenizer.load(folders.run / "tokenizer.json") if text is None else open_tokenizer(folders.run, text)
-
-
-def start_model(config: ModelConfig, backend: Backend, folders: RunFolders) -> Transformer:
-    """Return a model with random weights, or with those of init, which can have heads that `config` does not have."""
-    model = Transformer(config, attention_backend=backend)
-    if folders.init is not None and folders.keep_weights:
-        weights = folders.init.model.state_dict()
-        model.load_state_dict({name: weights[name] for name in model.state_dict()})
-    return model
 
 
 def provenance_of(recipe: AnyRecipe, init: Checkpoint | None) -> Provenance:

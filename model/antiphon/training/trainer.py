@@ -355,16 +355,16 @@ def batches_beside(
     yield from loader
 
 
+@dataclass(frozen=True, eq=False)
 class _Stream(IterableDataset[Any]):
-    def __init__(self, open_task: OpenTask, recipe: AnyRecipe, folders: RunFolders, place: Place) -> None:
-        self._open_task = open_task
-        self._recipe = recipe
-        self._folders = folders
-        self._place = place
+    open_task: OpenTask
+    recipe: AnyRecipe
+    folders: RunFolders
+    place: Place
 
     def __iter__(self) -> Iterator[tuple[Place, Any]]:
-        task = self._open_task(self._recipe, self._folders)
-        return batches_from(task, self._place, self._folders, self._recipe.train.seed)
+        task = self.open_task(self.recipe, self.folders)
+        return batches_from(task, self.place, self.folders, self.recipe.train.seed)
 
 
 def plot_losses(metrics: Path, target: Path) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from antiphon.architecture.config import ModelConfig
 from antiphon.errors import CheckpointError
 from antiphon.text.tokenizer import Tokenizer, byte_bpe_format
-from antiphon.training.batches import IGNORED_LABEL, plan_lengths, rounded, rows_of
+from antiphon.training.batches import IGNORED_LABEL, PlannedBatches, TargetBatch, plan_lengths, rounded, rows_of
 from antiphon.training.corpus import Pair, Part, joined_corpus, load_collections, load_corpus
 from antiphon.training.losses import linear_cross_entropy
 from antiphon.training.recipe import Augmentation, Recipe
@@ -49,27 +49,11 @@ def encode_pairs(pairs: Sequence[Pair], tokenizer: Tokenizer, *, max_source: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Batch:
-    """Padded tensors: source [B, S] int64, source_lens [B] int32, inputs and labels [B, T] int64.
-
-    Labels of padding are IGNORED_LABEL.
-    """
+class Batch(TargetBatch):
+    """Padded tensors: source [B, S] int64, source_lens [B] int32, inputs and labels of the target."""
 
     source: Tensor
     source_lens: Tensor
-    inputs: Tensor
-    labels: Tensor
-
-    def to(self, device: torch.device) -> Batch:
-        """Return the batch on a device."""
-        moved = (t.to(device) for t in (self.source, self.source_lens, self.inputs, self.labels))
-        source, source_lens, inputs, labels = moved
-        return Batch(source=source, source_lens=source_lens, inputs=inputs, labels=labels)
-
-    @property
-    def counts(self) -> Tensor:
-        """Number of labels, [1] float64."""
-        return (self.labels != IGNORED_LABEL).sum()[None].double()
 
     def within(self, max_source: int, max_target: int) -> Batch:
         """Return the batch without columns beyond these lengths; they are padding if no example is longer."""
@@ -217,25 +201,6 @@ def labelled_loss(hidden: Tensor, batch: Batch, output: nn.Linear, smoothing: fl
     return loss[None]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PairBatches:
-    """Planned batches of one epoch of sentence pairs."""
-
-    examples: Sequence[Example]
-    plan: list[list[int]]
-    tokenizer: Tokenizer
-    config: ModelConfig
-    batch_tokens: int
-
-    def __len__(self) -> int:
-        return len(self.plan)
-
-    def __getitem__(self, index: int) -> Batch:
-        chosen = [self.examples[i] for i in self.plan[index]]
-        rows = rows_of(max(len(e.target) for e in chosen) + 1, self.batch_tokens)
-        return collate(chosen, self.tokenizer, rows).within(self.config.max_source_len, self.config.max_target_len)
-
-
 class TranslationTask(TransformerTask[Recipe]):
     """TrainingTask of translation; an initial checkpoint replaces the recipe's tokenizer, shape and weights."""
 
@@ -306,17 +271,18 @@ class TranslationTask(TransformerTask[Recipe]):
         """Return the loss of the next token, see TrainingTask."""
         return BatchLoss(model)
 
-    def batches(self, part: Part, seed: int) -> PairBatches:
+    def batches(self, part: Part, seed: int) -> PlannedBatches[Batch]:
         """Return the batches of one epoch, see TrainingTask."""
-        batch_tokens = self.recipe.train.batch_tokens
+        batch_tokens, config = self.recipe.train.batch_tokens, self.config
         examples = self._examples(part, seed)
-        return PairBatches(
-            examples=examples,
-            plan=plan_batches(examples, batch_tokens, seed),
-            tokenizer=self.tokenizer,
-            config=self.config,
-            batch_tokens=batch_tokens,
-        )
+        plan = plan_batches(examples, batch_tokens, seed)
+
+        def batch(index: int) -> Batch:
+            chosen = [examples[i] for i in plan[index]]
+            rows = rows_of(max(len(e.target) for e in chosen) + 1, batch_tokens)
+            return collate(chosen, self.tokenizer, rows).within(config.max_source_len, config.max_target_len)
+
+        return PlannedBatches(plan, batch)
 
     def scores(self, model: Transformer, part: Part) -> dict[str, float]:
         """Return no measures; `antiphon evaluate` translates the test part."""

@@ -91,6 +91,6 @@ def test_recipe_reads_the_published_parts(name: str, sizes: tuple[int, int, int]
     recipe = load_any_recipe(name)
     assert isinstance(recipe, FineTuneRecipe)
     parts = read_parts(Path(DATA), recipe.data, read_labelled)
-    assert (len(parts.train), len(parts.valid), len(parts.test)) == sizes
-    for part in (parts.train, parts.valid, parts.test):
+    assert (len(parts["train"]), len(parts["valid"]), len(parts["test"])) == sizes
+    for part in (parts["train"], parts["valid"], parts["test"]):
         assert len({item.label for item in part}) == num_labels

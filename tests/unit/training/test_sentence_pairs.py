@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from antiphon.training.passages import SentencePair, TokenDocuments, sentence_pairs
+from antiphon.training.passages import Passage, TokenDocuments, sentence_pairs
 
 
 def documents(count: int, seed: int, max_sentences: int = 8) -> TokenDocuments:
@@ -36,7 +36,7 @@ def test_documents_keep_their_sentences_without_empty_ones() -> None:
 def test_pairs_respect_the_length_and_have_two_parts(count: int, seed: int, max_tokens: int) -> None:
     made = documents(count, seed)
     for pair in sentence_pairs(made, max_tokens, seed):
-        first, second = pair.tokens(made)
+        first, second = pair.parts(made)
         assert first
         assert second
         assert len(first) + len(second) == len(pair) <= max_tokens
@@ -46,7 +46,7 @@ def test_pairs_respect_the_length_and_have_two_parts(count: int, seed: int, max_
 def test_second_part_follows_the_first_only_if_is_next(count: int, seed: int, max_tokens: int) -> None:
     made = documents(count, seed)
     for pair in sentence_pairs(made, max_tokens, seed):
-        first, second = pair.tokens(made)
+        first, second = pair.parts(made)
         assert len({home(made, token) for token in first}) == 1
         assert len({home(made, token) for token in second}) == 1
         assert (home(made, first[0]) == home(made, second[0])) == pair.is_next
@@ -59,7 +59,7 @@ def test_every_document_is_read_once_through() -> None:
     made = documents(40, seed=3)
     used: list[int] = []
     for pair in sentence_pairs(made, 10_000, seed=4):
-        first, second = pair.tokens(made)
+        first, second = pair.parts(made)
         used += [*first, *(second if pair.is_next else ())]
     assert len(used) == len(set(used))
     last = {made.sentences_of(index)[-1] for index in range(len(made))}
@@ -104,7 +104,7 @@ def test_random_parts_come_from_long_documents_as_often_as_their_share() -> None
 
 def test_pairs_are_a_function_of_their_seed() -> None:
     made = documents(20, seed=5)
-    pairs: list[SentencePair] = sentence_pairs(made, 40, seed=1)
+    pairs: list[Passage] = sentence_pairs(made, 40, seed=1)
     assert pairs == sentence_pairs(made, 40, seed=1)
     assert pairs != sentence_pairs(made, 40, seed=2)
 

@@ -21,7 +21,7 @@ def documents(count: int, seed: int) -> list[list[list[int]]]:
 def test_runs_are_whole_sentences_that_fit_and_lose_nothing(count: int, seed: int, max_tokens: int) -> None:
     made = documents(count, seed)
     packed = TokenDocuments(made)
-    runs = [list(run.tokens(packed)[0]) for run in sentence_runs(packed, max_tokens)]
+    runs = [list(run.parts(packed)[0]) for run in sentence_runs(packed, max_tokens)]
     assert [token for run in runs for token in run] == [
         t for document in made for sentence in document for t in sentence
     ]
@@ -37,7 +37,7 @@ def test_runs_are_whole_sentences_that_fit_and_lose_nothing(count: int, seed: in
 
 def test_the_end_of_a_sentence_that_is_too_long_is_left_out() -> None:
     packed = TokenDocuments([[[1, 2], [3, 4, 5, 6, 7], [8]]])
-    assert [list(run.tokens(packed)[0]) for run in sentence_runs(packed, 3)] == [[1, 2], [3, 4, 5], [8]]
+    assert [list(run.parts(packed)[0]) for run in sentence_runs(packed, 3)] == [[1, 2], [3, 4, 5], [8]]
 
 
 def test_a_length_without_room_for_a_token_is_refused() -> None:

@@ -106,9 +106,9 @@ def test_validation_is_held_out_of_training_by_text(tmp_path: Path) -> None:
     test = written(tmp_path, "test", b"another\tlabel\n", format="tsv")
     data = LabelledData(origin="", licence="", attribution="", train=(train,), test=(test,))
     parts = read_parts(tmp_path, data, read_labelled)
-    assert len(parts.train) + len(parts.valid) == 2000
-    assert 60 < len(parts.valid) < 140
-    assert {item.text for item in parts.train}.isdisjoint(item.text for item in parts.valid)
+    assert len(parts["train"]) + len(parts["valid"]) == 2000
+    assert 60 < len(parts["valid"]) < 140
+    assert {item.text for item in parts["train"]}.isdisjoint(item.text for item in parts["valid"])
     given = read_parts(tmp_path, data.model_copy(update={"valid": (test,)}), read_labelled)
-    assert (len(given.train), len(given.valid)) == (2000, 1)
+    assert (len(given["train"]), len(given["valid"])) == (2000, 1)
     assert is_held_out("Text  number 1") == is_held_out("text number 1")

@@ -132,7 +132,7 @@ def _texts(setting: Setting) -> list[str]:
     """Return the texts of the measurement of speed: sentences of the served task's test part."""
     data = task_recipe(setting, _SERVED_TASK, setting.seeds[0], None).data
     count, joined = (_TOY_TEXTS, _TOY_JOINED) if setting.is_toy else (_TEXTS, _JOINED)
-    sentences = [item.text for item in read_parts(data_folder(setting), data, read_labelled).test]
+    sentences = [item.text for item in read_parts(data_folder(setting), data, read_labelled)["test"]]
     return [" ".join(sentences[start : start + joined]) for start in range(0, count * joined, joined)]
 
 

@@ -16,9 +16,10 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from antiphon.errors import CorpusError
+from antiphon.training.recipe import Strict
 
 PACKAGE_LIST = Path(__file__).parent / "debian_docs.toml"
 PROGRAM_LIST = Path(__file__).parent / "debian_games.toml"
@@ -26,11 +27,7 @@ PROGRAM_LIST = Path(__file__).parent / "debian_games.toml"
 ReaderName = Literal["html", "xml", "pod", "backticks", "json", "r_strings", "dict"]
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class DebianPackage(_Strict):
+class DebianPackage(Strict):
     """One Debian package and the files of it that are read.
 
     version, sha256: those of the .deb file.
@@ -54,7 +51,7 @@ class Package(DebianPackage):
     reader: ReaderName
 
 
-class Program(_Strict):
+class Program(Strict):
     """A program whose texts are translated: the packages that have its message catalogues.
 
     name: name of the program and of its file of sentence pairs. licence: that of texts and translations, from the
@@ -66,11 +63,11 @@ class Program(_Strict):
     package: tuple[DebianPackage, ...] = Field(min_length=1)
 
 
-class _PackageList(_Strict):
+class _PackageList(Strict):
     package: tuple[Package, ...] = Field(min_length=1)
 
 
-class _ProgramList(_Strict):
+class _ProgramList(Strict):
     program: tuple[Program, ...] = Field(min_length=1)
 
 

@@ -106,6 +106,13 @@ def _numbers(text: str) -> list[str]:
     return sorted(_NUMBERS.findall(text))
 
 
+def _write(pairs: Iterable[Pair], output: Path, name: str) -> Path:
+    """Write a line English<TAB>German of each pair; return the file."""
+    path = output / f"{name}.en-de.tsv.gz"
+    path.write_bytes(gzip.compress("".join(f"{source}\t{target}\n" for source, target in pairs).encode(), mtime=0))
+    return path
+
+
 def write_games(programs: Sequence[Program], debs: Path, output: Path) -> list[Path]:
     """Write NAME.en-de.tsv.gz of each program into `output`; return the files in the order of the programs.
 
@@ -118,9 +125,7 @@ def write_games(programs: Sequence[Program], debs: Path, output: Path) -> list[P
     for program in programs:
         new = [pair for pair in dict.fromkeys(_pairs(program, debs)) if pair not in used]
         used.update(new)
-        path = output / f"{program.name}.en-de.tsv.gz"
-        path.write_bytes(gzip.compress("".join(f"{source}\t{target}\n" for source, target in new).encode(), mtime=0))
-        written.append(path)
+        written.append(_write(new, output, program.name))
     return written
 
 
@@ -161,13 +166,8 @@ def write_pairs(debs: Path, output: Path, package: DebianPackage = DING_PACKAGE)
     ((_, content),) = members(package, fetch(package, debs))
     pairs = ding_pairs(content.decode("utf-8").splitlines())
     output.mkdir(parents=True, exist_ok=True)
-    written = []
-    for name, wanted in (("sentences", True), ("words", False)):
-        lines = "".join(f"{source}\t{target}\n" for source, target in pairs if is_sentence((source, target)) == wanted)
-        path = output / f"{name}.en-de.tsv.gz"
-        path.write_bytes(gzip.compress(lines.encode(), mtime=0))
-        written.append(path)
-    return written
+    sentences, words = filter(is_sentence, pairs), (pair for pair in pairs if not is_sentence(pair))
+    return [_write(sentences, output, "sentences"), _write(words, output, "words")]
 
 
 def ding_pairs(lines: Iterable[str]) -> list[Pair]:

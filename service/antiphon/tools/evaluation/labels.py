@@ -18,7 +18,7 @@ from antiphon.runtime.native import EncoderRunner
 from antiphon.text.format import fill, num_before
 from antiphon.text.tokenizer import open_tokenizer
 from antiphon.tools.offline import answer_all
-from antiphon.training.corpus import Labelled, Part, Tagged, part_of, read_labelled, read_parts, read_tagged
+from antiphon.training.corpus import Labelled, Part, Tagged, read_labelled, read_parts, read_tagged
 from antiphon.training.recipe import FineTuneRecipe
 from antiphon.training.scores import first_tags, span_score, words_of_tokens
 
@@ -57,8 +57,8 @@ def evaluate_labels(
         raise RecipeError(f"recipe {recipe.name!r} has task {recipe.task!r}; {bundle.path} has no head for it")
     evaluation = _Evaluation(bundle, runner, labels)
     if recipe.task == "classify":
-        return evaluation.classify(part_of(read_parts(data, recipe.data, read_labelled), part))
-    return evaluation.tag(part_of(read_parts(data, recipe.data, read_tagged), part))
+        return evaluation.classify(read_parts(data, recipe.data, read_labelled)[part])
+    return evaluation.tag(read_parts(data, recipe.data, read_tagged)[part])
 
 
 class _Evaluation:
