@@ -18,7 +18,7 @@ from antiphon.export.export import export_bundle
 from antiphon.training import pruning
 from antiphon.training.pruning import (
     Choice,
-    Each,
+    HeadsPerModule,
     Share,
     attentions,
     head_gates,
@@ -77,7 +77,7 @@ def test_pruned_model_equals_the_model_with_gates_of_removed_heads_at_zero(
     overrides: dict[str, object], num_heads: int
 ) -> None:
     model = random_transformer(small_config(**overrides))
-    kept = random_kept(model, Each(num_heads))
+    kept = random_kept(model, HeadsPerModule(num_heads))
     pruned = without_heads(model, kept)
     source, target, lens = drawn(model.config)
     with torch.no_grad(), head_gates(model, as_gates(model, kept)):
@@ -91,7 +91,7 @@ def test_pruned_model_equals_the_model_with_gates_of_removed_heads_at_zero(
 def test_pruning_does_not_change_the_model_and_its_ties() -> None:
     model = random_transformer(small_config())
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    pruned = without_heads(model, random_kept(model, Each(2)))
+    pruned = without_heads(model, random_kept(model, HeadsPerModule(2)))
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, before[name]), name
     assert pruned.decoder is not None
@@ -100,8 +100,8 @@ def test_pruning_does_not_change_the_model_and_its_ties() -> None:
 
 def test_heads_to_keep_are_the_most_important_ones_in_order() -> None:
     importance = {"encoder.layers.0.self_attention": torch.tensor([0.1, 0.4, 0.2, 0.4])}
-    assert Each(3).heads_to_keep(small_config(), importance) == {"encoder.layers.0.self_attention": [1, 2, 3]}
-    assert Each(1).heads_to_keep(small_config(), importance) == {"encoder.layers.0.self_attention": [1]}
+    assert HeadsPerModule(3).heads_to_keep(small_config(), importance) == {"encoder.layers.0.self_attention": [1, 2, 3]}
+    assert HeadsPerModule(1).heads_to_keep(small_config(), importance) == {"encoder.layers.0.self_attention": [1]}
 
 
 def test_heads_with_a_shared_relative_bias_are_the_same_in_every_layer() -> None:
@@ -111,7 +111,7 @@ def test_heads_with_a_shared_relative_bias_are_the_same_in_every_layer() -> None
         "decoder.layers.0.self_attention": torch.tensor([0.0, 0.0, 1.0, 2.0]),
         "decoder.layers.0.cross_attention": torch.tensor([1.0, 2.0, 0.0, 0.0]),
     }
-    assert Each(2).heads_to_keep(small_config(**VARIANTS["t5"]), importance) == {
+    assert HeadsPerModule(2).heads_to_keep(small_config(**VARIANTS["t5"]), importance) == {
         "encoder.layers.0.self_attention": [0, 2],
         "encoder.layers.1.self_attention": [0, 2],
         "decoder.layers.0.self_attention": [2, 3],
@@ -165,7 +165,7 @@ def test_removing_as_many_heads_of_each_module_needs_no_module_heads() -> None:
 def test_a_pruned_model_can_be_pruned_again(checkpoint: Checkpoint) -> None:
     once = pruning.prune(checkpoint, PAIRS, Share(0.25))
     twice = pruning.prune(replace(checkpoint, config=once.model.config, model=once.model), PAIRS, Share(0.5))
-    evenly = pruning.prune(replace(checkpoint, config=twice.model.config, model=twice.model), PAIRS, Each(1))
+    evenly = pruning.prune(replace(checkpoint, config=twice.model.config, model=twice.model), PAIRS, HeadsPerModule(1))
     counts = [sum(map(len, pruned.kept.values())) for pruned in (once, twice, evenly)]
     assert counts == [18, 9, 6]
     assert (twice.loss_before, evenly.model.config.module_heads) == (once.loss_after, None)
@@ -326,7 +326,7 @@ def test_prune_command_refuses_an_existing_output(
     assert (tmp_path / "mine.txt").exists()
 
 
-@pytest.mark.parametrize("choice", [Each(2), Share(0.3)], ids=["each", "share"])
+@pytest.mark.parametrize("choice", [HeadsPerModule(2), Share(0.3)], ids=["each", "share"])
 def test_prune_refuses_alibi_slopes(choice: Choice) -> None:
     with pytest.raises(PruneError, match="positions='alibi' cannot be pruned: the slopes of the kept heads"):
         choice.check(small_config(**VARIANTS["alibi"]))

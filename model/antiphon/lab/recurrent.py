@@ -20,10 +20,10 @@ from antiphon.bundle.manifest import Provenance
 from antiphon.checkpoints.checkpoint import load_weights, read_config
 from antiphon.errors import RecipeError
 from antiphon.ops.attention import Backend
+from antiphon.training.batches import PlannedBatches
 from antiphon.training.corpus import Part
 from antiphon.training.recipe import Recipe
 from antiphon.training.task import RunFolders
-from antiphon.training.batches import PlannedBatches
 from antiphon.training.translation import Batch, TranslationTask, labelled_loss
 
 

@@ -77,9 +77,9 @@ def _trainer(args: argparse.Namespace) -> Trainer:
         raise RecipeError(f"--teacher needs a recipe with a distillation section; {recipe.name!r} has none")
     folder = args.output or Path("runs") / recipe.name
     # Tokenizer files of imported checkpoints are sometimes converted; the run copies the files to its own folder.
-    with tempfile.TemporaryDirectory() as texts, tempfile.TemporaryDirectory() as others:
+    with tempfile.TemporaryDirectory() as texts, tempfile.TemporaryDirectory() as teacher_texts:
         init = None if args.init is None else open_init(args.init, Path(texts))
-        teacher = None if args.teacher is None else open_init(args.teacher, Path(others))
+        teacher = None if args.teacher is None else open_init(args.teacher, Path(teacher_texts))
         return Trainer(
             recipe, args.data, folder, Group.join(), init=init, keep_weights=not args.random_weights, teacher=teacher
         )

@@ -79,11 +79,13 @@ def load_collections(config: DataConfig, folder: Path) -> dict[str, Corpus]:
     def is_kept(pair: Pair) -> bool:
         return not any((side, _match_key(text)) in held_out for side, text in enumerate(pair))
 
-    found = {
+    collections = {
         name: Corpus(train=[pair for pair in corpus.train if is_kept(pair)], valid=corpus.valid, test=corpus.test)
         for name, corpus in parts.items()
     }
-    return found if config.reverse_of is None else {name: _reversed(corpus) for name, corpus in found.items()}
+    if config.reverse_of is None:
+        return collections
+    return {name: _reversed(corpus) for name, corpus in collections.items()}
 
 
 def _reversed(corpus: Corpus) -> Corpus:
@@ -105,9 +107,9 @@ def read_verified(folder: Path, file: DataFile) -> bytes:
     path = folder / file.path
     if not path.is_file():
         raise RecipeError(f"{path} is missing; --data must be the folder of the recipe's files")
-    found = file_entry(path).sha256
-    if found != file.sha256:
-        raise RecipeError(f"{path} has sha256 {found[:12]}..., the recipe names {file.sha256[:12]}...")
+    digest = file_entry(path).sha256
+    if digest != file.sha256:
+        raise RecipeError(f"{path} has sha256 {digest[:12]}..., the recipe names {file.sha256[:12]}...")
     return gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
 
 

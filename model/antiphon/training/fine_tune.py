@@ -36,12 +36,12 @@ def few_examples(items: Sequence[Item], count: int, seed: int) -> list[Item]:
     Sentences with tags are drawn without regard to their tags. A smaller count gives a part of a larger one.
     """
     order = sorted(range(len(items)), key=lambda index: _draw(items[index].text, seed))
-    taken: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     turns = []
     for index in order:
         label = _label(items[index])
-        turns.append(taken[label])
-        taken[label] += 1
+        turns.append(counts[label])
+        counts[label] += 1
     by_turn = [index for _, index in sorted(zip(turns, order, strict=True), key=lambda pair: pair[0])]
     return [items[index] for index in sorted(by_turn[:count])]
 
@@ -56,8 +56,6 @@ def _draw(text: str, seed: int) -> bytes:
 
 class FineTuneTask(TransformerTask[FineTuneRecipe]):
     """TrainingTask with the initial checkpoint's encoder and one new head."""
-
-    num_losses = 1
 
     def __init__(self, recipe: FineTuneRecipe, folders: RunFolders) -> None:
         init = folders.init
@@ -87,8 +85,8 @@ class FineTuneTask(TransformerTask[FineTuneRecipe]):
     def _labels(self) -> tuple[str, ...]:
         """Return the sorted labels of the whole training part, O first. Raises RecipeError if another part has more."""
         labels = {part: {label for item in items for label in _labels_of(item)} for part, items in self.items.items()}
-        for part, found in labels.items():
-            if unknown := sorted(found - labels["train"]):
+        for part, names in labels.items():
+            if unknown := sorted(names - labels["train"]):
                 raise RecipeError(f"data.{part} has labels that data.train does not have: {', '.join(unknown[:5])}")
         return tuple(sorted(labels["train"], key=lambda label: (label != OUTSIDE, label)))
 
@@ -157,7 +155,7 @@ class FineTuneTask(TransformerTask[FineTuneRecipe]):
             accuracy = label_accuracy(model, batches)
             return {"accuracy": accuracy["classify_accuracy"], "texts": len(self.items[part])}
         pairs = list(self._tags(model, part, batches))
-        score = span_score([expected for expected, _ in pairs], [found for _, found in pairs])
+        score = span_score([expected for expected, _ in pairs], [predicted for _, predicted in pairs])
         return {"precision": score.precision, "recall": score.recall, "f1": score.f1, "entities": score.expected}
 
     @torch.no_grad()

@@ -101,8 +101,6 @@ class LanguageModelTask(TransformerTask[LanguageModelRecipe]):
     An epoch is one pass through the text in windows that begin at a random token, so every epoch has other windows.
     """
 
-    num_losses = 1
-
     def __init__(self, recipe: LanguageModelRecipe, folders: RunFolders) -> None:
         self.recipe = recipe
         self.folders = folders

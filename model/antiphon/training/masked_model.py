@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from antiphon.architecture.config import ModelConfig
 from antiphon.architecture.heads import HeadConfig
 from antiphon.errors import CheckpointError, RecipeError
 from antiphon.ops.attention import Backend
-from antiphon.text.format import TextFormat, fill
+from antiphon.text.format import fill
 from antiphon.text.subwords import WORD_PIECE_FORMAT
 from antiphon.text.tokenizer import MASK_TOKEN, Tokenizer, encoder_format
 from antiphon.training.batches import IGNORED_LABEL, EncoderBatch, EncoderExample, PlannedBatches, collate, plan_lengths
@@ -63,37 +63,6 @@ class Masking:
 IS_NEXT, NOT_NEXT = 0, 1
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PretrainExamples:
-    """Single texts, then passages of documents. Pairs need a text format with pair_template."""
-
-    texts: Sequence[EncoderExample]
-    passages: Sequence[Passage]
-    documents: TokenDocuments
-    text: TextFormat
-
-    def __len__(self) -> int:
-        return len(self.texts) + len(self.passages)
-
-    def __getitem__(self, index: int) -> EncoderExample:
-        if index < len(self.texts):
-            return self.texts[index]
-        passage = self.passages[index - len(self.texts)]
-        ids, type_ids = fill(self.text, *passage.parts(self.documents))
-        if passage.is_next is None:
-            return EncoderExample(ids=ids, type_ids=type_ids, labels={})
-        label = IS_NEXT if passage.is_next else NOT_NEXT
-        return EncoderExample(ids=ids, type_ids=type_ids, labels={"next_sentence": label})
-
-    @property
-    def lengths(self) -> list[int]:
-        """Number of tokens of each example, with special tokens."""
-        run, pair = len(self.text.template) - 1, len(self.text.pair_template or ()) - 2  # their special tokens
-        return [len(example.ids) for example in self.texts] + [
-            len(passage) + (run if passage.is_next is None else pair) for passage in self.passages
-        ]
-
-
 # Texts and documents of 1,000 that are held out for validation, and as many again for the final scores.
 HELD_OUT_PER_MILLE = 10
 
@@ -111,25 +80,31 @@ def pretraining_heads(config: ModelConfig, *, pairs: bool) -> list[HeadConfig]:
 class PretrainTask(TransformerTask[PretrainRecipe]):
     """TrainingTask that learns from texts; an initial checkpoint gives tokenizer, shape and weights with heads.
 
-    given: checkpoint whose tokenizer and text format are used; None: the task trains a tokenizer.
+    origin: checkpoint whose tokenizer and text format are used; None: the task trains a tokenizer.
     """
 
     def __init__(self, recipe: PretrainRecipe, folders: RunFolders) -> None:
         self.recipe = recipe
         self.folders = folders
-        self.given = folders.init or folders.teacher
+        self.origin = folders.init or folders.teacher
         data = recipe.data
         texts = list(dict.fromkeys(text for file in data.sentences for text in read_texts(folders.data, file)))
         documents = [document for file in data.ordered for document in read_documents(folders.data, file)]
         new_format = WORD_PIECE_FORMAT if recipe.tokenizer == "word_piece" else None
         self.tokenizer = run_tokenizer(folders, lambda: self._train_tokenizer(texts, documents), new_format)
-        self.text = new_format or encoder_format(self.tokenizer) if self.given is None else self.given.text
+        self.text = new_format or encoder_format(self.tokenizer) if self.origin is None else self.origin.text
         self.config = self._config()
         self.tasks = tuple(head.task for head in self.config.heads)
         self.num_losses = len(self.tasks)
+        self.num_special = len(self.text.template) - 1
+        self.num_special_of_pair = len(self.text.pair_template or ()) - 2
         self.texts = self._encode(texts)
         self.documents = self._split_documents(documents)
-        self.masking = self._masking()
+        if self.text.mask_id is None:
+            raise CheckpointError(f"{folders.run}: the vocabulary has no mask token")
+        special_ids, mask_id = self.text.special_ids, self.text.mask_id
+        vocab_size = self.tokenizer.vocab_size
+        self.masking = Masking(recipe.masking, vocab_size=vocab_size, special_ids=special_ids, mask_id=mask_id)
 
     def _train_tokenizer(self, texts: Sequence[str], documents: Sequence[Sequence[str]]) -> Tokenizer:
         all_texts = [*texts, *(sentence for document in documents for sentence in document)]
@@ -149,20 +124,9 @@ class PretrainTask(TransformerTask[PretrainRecipe]):
             raise CheckpointError("--init: the model has no fill_mask head; pre-training needs one")
         return ModelConfig.model_validate({**init.config.model_dump(), "heads": kept})
 
-    def _masking(self) -> Masking:
-        mask_id = self.text.mask_id
-        if mask_id is None:
-            raise CheckpointError(f"{self.folders.run}: the vocabulary has no mask token")
-        return Masking(
-            self.recipe.masking,
-            vocab_size=self.tokenizer.vocab_size,
-            special_ids=self.text.special_ids,
-            mask_id=mask_id,
-        )
-
     def _encode(self, texts: Sequence[str]) -> dict[Part, list[EncoderExample]]:
         """Return the examples of single texts, truncated to the model's length, for each part."""
-        limit = self.config.max_source_len - len(self.text.template) + 1
+        limit = self.config.max_source_len - self.num_special
         parts: dict[Part, list[EncoderExample]] = {"train": [], "valid": [], "test": []}
         for text, ids in zip(texts, self.tokenizer.encode_batch(texts), strict=True):
             if ids:
@@ -175,7 +139,7 @@ class PretrainTask(TransformerTask[PretrainRecipe]):
         parts: dict[Part, TokenDocuments] = {part: TokenDocuments() for part in ("train", "valid", "test")}
         for document in documents:
             parts[_part_of(" ".join(document))].append(self.tokenizer.encode_batch(document))
-        counts = {part: len(found) for part, found in parts.items()}
+        counts = {part: len(tokens) for part, tokens in parts.items()}
         if sum(counts.values()) and min(counts.values()) < 2:
             raise RecipeError(
                 f"data.ordered has {sum(counts.values())} documents: too few, each part needs at least two; "
@@ -186,15 +150,26 @@ class PretrainTask(TransformerTask[PretrainRecipe]):
     def _passages(self, part: Part, seed: int) -> list[Passage]:
         documents = self.documents[part]
         if not self.recipe.next_sentences:
-            return sentence_runs(documents, self.config.max_source_len - len(self.text.template) + 1)
+            return sentence_runs(documents, self.config.max_source_len - self.num_special)
         if not len(documents) or "next_sentence" not in self.tasks or self.text.pair_template is None:
             return []
-        return sentence_pairs(documents, self.config.max_source_len - len(self.text.pair_template) + 2, seed)
+        return sentence_pairs(documents, self.config.max_source_len - self.num_special_of_pair, seed)
+
+    def _num_special_of(self, passage: Passage) -> int:
+        return self.num_special if passage.is_next is None else self.num_special_of_pair
+
+    def _filled(self, passage: Passage, part: Part) -> EncoderExample:
+        """Return a passage with its special tokens; its tokens are copied only when it is needed."""
+        ids, type_ids = fill(self.text, *passage.parts(self.documents[part]))
+        label = IS_NEXT if passage.is_next else NOT_NEXT
+        return EncoderExample(
+            ids=ids, type_ids=type_ids, labels={} if passage.is_next is None else {"next_sentence": label}
+        )
 
     def make_model(self, backend: Backend) -> Transformer:
         """Return the model to train, see TrainingTask."""
         model = super().make_model(backend)
-        if self.recipe.neighbour_start and self.given is None:
+        if self.recipe.neighbour_start and self.origin is None:
             assert model.encoder is not None
             start_at_neighbours(model.encoder)
         return model
@@ -211,19 +186,21 @@ class PretrainTask(TransformerTask[PretrainRecipe]):
         """
         copies, batch_tokens, config = self.recipe.masking.copies, self.recipe.train.batch_tokens, self.config
         mask_seed = seed if copies is None else seed % copies
-        passages = self._passages(part, mask_seed)
-        examples = PretrainExamples(
-            texts=self.texts[part], passages=passages, documents=self.documents[part], text=self.text
-        )
-        plan = plan_lengths([(length, 0) for length in examples.lengths], batch_tokens, seed)
+        texts, passages = self.texts[part], self._passages(part, mask_seed)
+        lengths = [len(text.ids) for text in texts]
+        lengths += [len(passage) + self._num_special_of(passage) for passage in passages]
+        plan = plan_lengths([(length, 0) for length in lengths], batch_tokens, seed)
+
+        def example(number: int) -> EncoderExample:
+            return texts[number] if number < len(texts) else self._filled(passages[number - len(texts)], part)
 
         def masked(number: int) -> EncoderExample:
-            example = examples[number]
-            ids, labels = self.masking.apply(torch.tensor([example.ids]), hash((mask_seed, number)))
-            return replace(example, ids=ids[0].tolist(), labels={**example.labels, "fill_mask": labels[0].tolist()})
+            whole = example(number)
+            ids, labels = self.masking.apply(torch.tensor([whole.ids]), hash((mask_seed, number)))
+            return replace(whole, ids=ids[0].tolist(), labels={**whole.labels, "fill_mask": labels[0].tolist()})
 
         def batch(index: int) -> EncoderBatch:
-            chosen = [examples[i] if copies is None else masked(i) for i in plan[index]]
+            chosen = [example(i) if copies is None else masked(i) for i in plan[index]]
             made = collate(chosen, self.tasks, config.pad_id, batch_tokens, config.max_source_len)
             if copies is not None:
                 return made

@@ -21,9 +21,9 @@ class Optimizer:
         learning = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
         matrices = _matrices_of_layers(model, learning) if config.optimizer == "muon" else Named()
         chosen = {name for name, _ in matrices}
-        others = [(name, parameter) for name, parameter in learning if name not in chosen]
+        remaining = [(name, parameter) for name, parameter in learning if name not in chosen]
         self._names: dict[Tensor, str] = {parameter: name for name, parameter in learning}
-        self._parts: list[torch.optim.Optimizer] = [_adamw(others, config)]
+        self._parts: list[torch.optim.Optimizer] = [_adamw(remaining, config)]
         if matrices:
             self._parts.append(_muon(matrices, config))
 

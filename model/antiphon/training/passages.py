@@ -127,8 +127,8 @@ def _unrelated(documents: TokenDocuments, sentences: range, num_tokens: int, cha
     start = drawn if drawn < sentences.start else drawn + len(sentences)
     stop = documents.sentences_of(documents.document_of(start)).stop
     end = _end(documents, start, num_tokens, at_least=1, stop=stop)
-    wanted = starts[start] + num_tokens
-    if end - start > 1 and wanted - starts[end - 1] < starts[end] - wanted:
+    target = starts[start] + num_tokens
+    if end - start > 1 and target - starts[end - 1] < starts[end] - target:
         end -= 1
     return starts[start], starts[end]
 

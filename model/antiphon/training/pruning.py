@@ -39,7 +39,7 @@ Heads = Mapping[str, Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True)
-class Each:
+class HeadsPerModule:
     """Keep num_heads heads in each attention module: its most important ones, or all if it has fewer."""
 
     num_heads: int
@@ -104,14 +104,14 @@ class Share:
             for head, score in enumerate((values / values.norm().clamp(min=1e-30)).tolist())
         }
         protected = {(name, int(values.argmax())) for name, values in importance.items()}
-        most_first = sorted((one for one in scores if one not in protected), key=scores.__getitem__, reverse=True)
+        most_first = sorted((head for head in scores if head not in protected), key=scores.__getitem__, reverse=True)
         kept = protected.union(most_first[: len(most_first) - round(self.removed * len(scores))])
         return {
             name: [head for head in range(len(values)) if (name, head) in kept] for name, values in importance.items()
         }
 
 
-Choice = Each | Share
+Choice = HeadsPerModule | Share
 
 
 def _check_kind(config: ModelConfig) -> None:
@@ -319,7 +319,7 @@ def run(args: argparse.Namespace) -> int:
             raise PruneError(f"{args.output} exists; give a new directory")
         torch.set_num_threads(args.threads)
         checkpoint = load_checkpoint(args.checkpoint)
-        choice = Share(args.share) if args.share is not None else Each(args.heads)
+        choice = Share(args.share) if args.share is not None else HeadsPerModule(args.heads)
         choice.check(checkpoint.config)
         pruning = prune(checkpoint, _sample(_pairs(args, checkpoint), args.pairs), choice)
         save_checkpoint(

@@ -323,8 +323,10 @@ class PretrainRecipe(_Named):
             raise ValueError(f"model.token_types={config.token_types} must be at least 2 for next-sentence pairs")
         width = config.resolved_embedding_width
         if self.neighbour_start and (config.positions != "learned" or width % 2):
-            found = f"{config.positions!r} of width {width}"
-            raise ValueError(f"neighbour_start needs model.positions='learned' of an even width, not {found}")
+            raise ValueError(
+                "neighbour_start needs model.positions='learned' of an even width, "
+                f"not {config.positions!r} of width {width}"
+            )
         if not (self.data.ordered or self.data.sentences):
             raise ValueError("data: ordered and sentences are both empty; give files in at least one of them")
         if self.distillation is not None and self.has_pairs:
@@ -372,9 +374,9 @@ class LanguageModelRecipe(_Named):
 AnyRecipe = Recipe | PretrainRecipe | FineTuneRecipe | LanguageModelRecipe
 
 
-def _check_architecture(config: ModelConfig, wanted: str, task: str) -> None:
-    if config.architecture != wanted:
-        raise ValueError(f"model.architecture is {config.architecture!r}; task {task!r} trains {wanted!r} models")
+def _check_architecture(config: ModelConfig, expected: str, task: str) -> None:
+    if config.architecture != expected:
+        raise ValueError(f"model.architecture is {config.architecture!r}; task {task!r} trains {expected!r} models")
 
 
 def _kind(raw: object) -> str:

@@ -35,14 +35,14 @@ def words_of_tokens(words: Sequence[str], offsets: Sequence[tuple[int, int]]) ->
 
     offsets: code points [start, end) of each token in the words joined by spaces.
     """
-    found: list[int | None] = []
+    indices: list[int | None] = []
     word, start = 0, 0
     for begin, end in offsets:
         while word < len(words) and begin >= start + len(words[word]):
             start += len(words[word]) + 1
             word += 1
-        found.append(word if word < len(words) and end > max(start, begin) else None)
-    return found
+        indices.append(word if word < len(words) and end > max(start, begin) else None)
+    return indices
 
 
 def first_tags(words: Sequence[int | None], tags: Sequence[str], num_words: int) -> list[str]:
@@ -84,24 +84,24 @@ class SpanScore:
 
 def spans(tags: Sequence[str]) -> list[Span]:
     """Return the spans of one sentence; B- starts a span, and I- too after a tag with another label (conlleval)."""
-    found: list[Span] = []
+    ended: list[Span] = []
     start, label = 0, ""
     for position, tag in enumerate([*tags, "O"]):
         kind, _, of = tag.partition("-")
         if label and (kind != "I" or of != label):
-            found.append((start, position, label))
+            ended.append((start, position, label))
             label = ""
         if of and not label:
             start, label = position, of
-    return found
+    return ended
 
 
-def span_score(expected: Sequence[Sequence[str]], found: Sequence[Sequence[str]]) -> SpanScore:
+def span_score(expected: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]]) -> SpanScore:
     """Compare tags of the same sentences. Raises ValueError if the numbers of sentences or words differ."""
-    for reference, tags in zip(expected, found, strict=True):
+    for reference, tags in zip(expected, predicted, strict=True):
         if len(reference) != len(tags):
             raise ValueError(f"{len(tags)} tags for {len(reference)} words")
-    pairs = [(set(spans(a)), set(spans(b))) for a, b in zip(expected, found, strict=True)]
+    pairs = [(set(spans(a)), set(spans(b))) for a, b in zip(expected, predicted, strict=True)]
     return SpanScore(
         expected=sum(len(a) for a, _ in pairs),
         found=sum(len(b) for _, b in pairs),

@@ -50,8 +50,8 @@ class Group:
         """True if the device multiplies bfloat16 matrices in hardware. Without it they take longer than in float32."""
         if self.device.type == "cuda":
             return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-        found = torch.cpu.get_capabilities()
-        return found["architecture"] != "x86_64" or bool(found["avx512_bf16"] or found["amx_bf16"])
+        cpu = torch.cpu.get_capabilities()
+        return cpu["architecture"] != "x86_64" or bool(cpu["avx512_bf16"] or cpu["amx_bf16"])
 
     def sum(self, value: Tensor) -> Tensor:
         """Sum a tensor over the group, in place, and return it."""
@@ -146,6 +146,7 @@ AnyKind = TypeVar("AnyKind", bound=AnyRecipe)
 class TransformerTask(Generic[AnyKind]):
     """Shared part of every TrainingTask of a Transformer; the subclasses set the attributes."""
 
+    num_losses = 1
     recipe: AnyKind
     folders: RunFolders
     config: ModelConfig
@@ -162,6 +163,10 @@ class TransformerTask(Generic[AnyKind]):
             weights = folders.init.model.state_dict()  # it can have heads that the model does not have
             model.load_state_dict({name: weights[name] for name in model.state_dict()})
         return model
+
+    def scores(self, model: Transformer, part: Part) -> dict[str, float]:
+        """Return no measures, see TrainingTask; the loss is enough."""
+        return {}
 
 
 def run_tokenizer(folders: RunFolders, train: Callable[[], Tokenizer], text: TextFormat | None = None) -> Tokenizer:
@@ -190,17 +195,17 @@ def run_tokenizer(folders: RunFolders, train: Callable[[], Tokenizer], text: Tex
 def provenance_of(recipe: AnyRecipe, init: Checkpoint | None) -> Provenance:
     """Return origin and licence of a run: those of its data, and those of its initial weights."""
     data = recipe.data
-    own = Provenance(source=data.origin, licence=data.licence, attribution=data.attribution, recipe=recipe.name)
+    of_data = Provenance(source=data.origin, licence=data.licence, attribution=data.attribution, recipe=recipe.name)
     if init is None or init.provenance is None:
-        return own
+        return of_data
     first = init.provenance
 
     def joined(*values: str | None) -> str:
         return "; ".join(dict.fromkeys(value for value in values if value))
 
     return Provenance(
-        source=joined(first.source, own.source),
-        licence=joined(first.licence, own.licence),
-        attribution=joined(first.attribution, own.attribution),
-        recipe=joined(first.recipe, own.recipe),
+        source=joined(first.source, of_data.source),
+        licence=joined(first.licence, of_data.licence),
+        attribution=joined(first.attribution, of_data.attribution),
+        recipe=joined(first.recipe, of_data.recipe),
     )

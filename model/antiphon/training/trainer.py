@@ -157,10 +157,10 @@ class Trainer:
 
     def resume(self) -> None:
         """Continue from the newest checkpoint, if there is one."""
-        found = self.checkpoints()
-        if not found:
+        checkpoints = self.checkpoints()
+        if not checkpoints:
             return
-        newest = found[-1]
+        newest = checkpoints[-1]
         load_weights(self.model, newest / "model.safetensors")
         self.optimizer.load(read_tensors(newest / "optimizer.safetensors"))
         self.progress = Progress(**json.loads((newest / "state.json").read_text()))
@@ -266,8 +266,8 @@ class Trainer:
             return batches_beside(self._open_task, self.recipe, self._folders, place)
         return batches_from(self.task, place, self._folders, self.config.seed)
 
-    def _step_and_show(self, given: tuple[Place, AnyBatch], bar: tqdm[NoReturn]) -> None:
-        progress, (behind, batch) = self.progress, given
+    def _step_and_show(self, placed: tuple[Place, AnyBatch], bar: tqdm[NoReturn]) -> None:
+        progress, (behind, batch) = self.progress, placed
         loss = self.train_step(batch.to(self.group.device))
         progress.epoch, progress.batch_in_epoch = behind.epoch, behind.batch
         bar.update()
@@ -297,7 +297,7 @@ class Trainer:
         """Return norms of the gradient before clipping since the last checkpoint, and entropies of attention."""
         norms = torch.stack(self._gradient_norms)
         self._gradient_norms = []
-        found = {"gradient_norm": float(norms.mean()), "max_gradient_norm": float(norms.max())}
+        measures = {"gradient_norm": float(norms.mean()), "max_gradient_norm": float(norms.max())}
         batches = self.task.batches("valid", 0)
         if len(batches):
             # Rows without labels fill up some batches; the fullest one of the first eight has the fewest of them.
@@ -306,8 +306,8 @@ class Trainer:
             )
             with recorded_entropies(self.model) as entropies:
                 self.loss(fullest.to(self.group.device))
-            found.update({f"entropy_{kind}": value for kind, value in entropies.mean().items()})
-        return found
+            measures.update({f"entropy_{kind}": value for kind, value in entropies.mean().items()})
+        return measures
 
     def _average(self) -> Path:
         target = self.folder / "averaged"

@@ -121,15 +121,15 @@ def _drawn(part: RepeatedPairs, chance: random.Random) -> list[int]:
 def _joined(indices: Sequence[int], part: RepeatedPairs, share: float, chance: random.Random) -> list[Pair]:
     """Return the pairs of the indices; a share of them is followed by the next pair, or by any pair, in one text."""
     pairs = part.pairs
-    found: list[Pair] = []
+    joined: list[Pair] = []
     for index in indices:
         source, target = pairs[index]
         if chance.random() < share:
             other = index + 1 if part.in_order else chance.randrange(len(pairs))
             if other < len(pairs):
                 source, target = f"{source} {pairs[other][0]}", f"{target} {pairs[other][1]}"
-        found.append((source, target))
-    return found
+        joined.append((source, target))
+    return joined
 
 
 def _without_details(pair: Pair, augmentation: Augmentation, chance: random.Random) -> Pair:
@@ -202,9 +202,10 @@ def labelled_loss(hidden: Tensor, batch: Batch, output: nn.Linear, smoothing: fl
 
 
 class TranslationTask(TransformerTask[Recipe]):
-    """TrainingTask of translation; an initial checkpoint replaces the recipe's tokenizer, shape and weights."""
+    """TrainingTask of translation; an initial checkpoint replaces the recipe's tokenizer, shape and weights.
 
-    num_losses = 1
+    It has no scores: `antiphon evaluate` translates the test part.
+    """
 
     def __init__(self, recipe: Recipe, folders: RunFolders) -> None:
         self.recipe = recipe
@@ -283,7 +284,3 @@ class TranslationTask(TransformerTask[Recipe]):
             return collate(chosen, self.tokenizer, rows).within(config.max_source_len, config.max_target_len)
 
         return PlannedBatches(plan, batch)
-
-    def scores(self, model: Transformer, part: Part) -> dict[str, float]:
-        """Return no measures; `antiphon evaluate` translates the test part."""
-        return {}

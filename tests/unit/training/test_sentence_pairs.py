@@ -68,7 +68,7 @@ def test_every_document_is_read_once_through() -> None:
 
 def test_half_of_the_pairs_are_random() -> None:
     pairs = sentence_pairs(documents(3000, seed=1), 30, seed=2)
-    following = sum(pair.is_next for pair in pairs)
+    following = sum(bool(pair.is_next) for pair in pairs)
     assert abs(following - len(pairs) / 2) < 5 * math.sqrt(len(pairs) / 4)
 
 

@@ -19,7 +19,7 @@ from antiphon.checkpoints.checkpoint import average_weights, load_checkpoint, re
 from antiphon.cli.main import main
 from antiphon.errors import CheckpointError, RecipeError
 from antiphon.export.export import export_bundle
-from antiphon.training.pruning import Choice, Each, Share, prune
+from antiphon.training.pruning import Choice, HeadsPerModule, Share, prune
 from antiphon.training.recipe import Recipe, TrainConfig
 from antiphon.training.task import Group
 from antiphon.training.trainer import Trainer, learning_rate
@@ -270,7 +270,7 @@ def test_wrong_argument_ends_with_exit_code_2(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("choice", [Each(2), Share(0.5)], ids=["each", "share"])
+@pytest.mark.parametrize("choice", [HeadsPerModule(2), Share(0.5)], ids=["each", "share"])
 def test_training_continues_from_a_pruned_checkpoint(tmp_path: Path, choice: Choice) -> None:
     """--init gives shape, tokenizer and weights instead of the recipe; training recovers the loss of pruning."""
     recipe = make_recipe(tmp_path, max_steps=200, peak_lr=1e-2, checkpoint_every_steps=100)

@@ -28,7 +28,7 @@ from antiphon.lab.report import curves
 from antiphon.lab.served import exported, served_translations, serving
 from antiphon.lab.trial import Figures, Trial
 from antiphon.training.corpus import load_corpus
-from antiphon.training.pruning import Each, Share, prune
+from antiphon.training.pruning import HeadsPerModule, Share, prune
 from antiphon.training.task import Group
 from antiphon.training.trainer import Trainer
 
@@ -48,7 +48,7 @@ def _measure(setting: Setting, trial: Trial, averaged: Path) -> Figures:
     whole = load_checkpoint(averaged)
     figures: Figures = {f"bleu {_WHOLE}": bleu_of_test_part(trial, whole)}
     choices = {f"{share}": Share(share / 100) for share in _SHARES} | {
-        f"{share} even": Each(number) for share, number in _EVEN.items()
+        f"{share} even": HeadsPerModule(number) for share, number in _EVEN.items()
     }
     for name, choice in choices.items():
         pruned = _pruned(whole, choice, trial, averaged.parent / f"pruned-{name.replace(' ', '-')}")
@@ -57,7 +57,7 @@ def _measure(setting: Setting, trial: Trial, averaged: Path) -> Figures:
     return figures
 
 
-def _pruned(whole: Checkpoint, choice: Share | Each, trial: Trial, folder: Path) -> Checkpoint:
+def _pruned(whole: Checkpoint, choice: Share | HeadsPerModule, trial: Trial, folder: Path) -> Checkpoint:
     pairs = load_corpus(trial.pairs, trial.data).valid[:_PAIRS]
     model = prune(whole, pairs, choice).model
     save_checkpoint(

@@ -99,17 +99,17 @@ def fetch(package: DebianPackage, folder: Path) -> Path:
 
     Raises CorpusError if apt-get is missing or does not find this version, or if the file has another SHA-256.
     """
-    found = _in(folder, package)
-    if found is None:
+    path = _in(folder, package)
+    if path is None:
         folder.mkdir(parents=True, exist_ok=True)
         _run(["apt-get", "download", "-q", f"{package.name}={package.version}"], package, cwd=folder)
-        found = _in(folder, package)
-    if found is None:
+        path = _in(folder, package)
+    if path is None:
         raise CorpusError(f"{package.name} {package.version}: apt-get wrote no file to {folder}")
-    digest = hashlib.sha256(found.read_bytes()).hexdigest()
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
     if digest != package.sha256:
-        raise CorpusError(f"{found} has sha256 {digest[:12]}..., the list names {package.sha256[:12]}...")
-    return found
+        raise CorpusError(f"{path} has sha256 {digest[:12]}..., the list names {package.sha256[:12]}...")
+    return path
 
 
 def members(package: DebianPackage, path: Path) -> Iterator[tuple[str, bytes]]:

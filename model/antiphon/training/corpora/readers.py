@@ -139,7 +139,7 @@ def _read_pod(content: bytes) -> list[Document]:
 def _without_pod_codes(text: str) -> str:
     """Replace codes such as C<text> by their text, inner ones first."""
     text = text.replace("E<lt>", "\x01").replace("E<gt>", "\x02")
-    while (shorter := _POD_CODE.sub(lambda found: (found[1] or found[2] or "").partition("|")[0], text)) != text:
+    while (shorter := _POD_CODE.sub(lambda code: (code[1] or code[2] or "").partition("|")[0], text)) != text:
         text = shorter
     return text.replace("\x01", "<").replace("\x02", ">")
 
