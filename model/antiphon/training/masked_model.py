@@ -160,7 +160,8 @@ class PretrainTask(TransformerTask[PretrainRecipe]):
 
     def _filled(self, passage: Passage, part: Part) -> EncoderExample:
         """Return a passage with its special tokens; its tokens are copied only when it is needed."""
-        ids, type_ids = fill(self.text, *passage.parts(self.documents[part]))
+        first, *second = passage.parts(self.documents[part])
+        ids, type_ids = fill(self.text, first, second[0] if second else None)
         label = IS_NEXT if passage.is_next else NOT_NEXT
         return EncoderExample(
             ids=ids, type_ids=type_ids, labels={} if passage.is_next is None else {"next_sentence": label}
