@@ -1,7 +1,8 @@
 """Builds protobuf stubs, the native library and the engine, for the wheel, the editable install and `make stubs`.
 
 All are written beside their sources, where the checkout imports them from, and are never committed. Run as a
-script it builds them in place; with the argument "engine" only the engine, which depends on the version of Python.
+script it builds them in place; with the argument "engine" only the engine, which depends on the version of Python;
+with "kernel-bench" and the path of a library only that library of the benchmark.
 Knows nothing of the Makefile, and imports nothing of antiphon: another process writes the header of the nodes for GPUs.
 """
 
@@ -28,6 +29,8 @@ SOURCE_ROOTS = (Path("protos"), Path("service"), Path("model"))
 PROTO_ROOT = SOURCE_ROOTS[0]
 NATIVE_SOURCES = (Path("model/antiphon/ops/native"), Path("model/antiphon/ops/cuda/native"))
 NATIVE_LIBRARY = Path("model/antiphon/ops/_native.so")
+# A library of its own, which `antiphon bench --section kernels` has built in a checkout: no part of the wheel.
+KERNEL_BENCH_SOURCES = Path("service/antiphon/tools/bench/native")
 # Products and sums keep the order that is written: the same row gives the same bits in every kernel.
 NATIVE_FLAGS = (
     *("-std=c++17", "-O3", "-fPIC", "-pthread", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno"),
@@ -121,18 +124,57 @@ def compile_native(root: Path, library: Path = NATIVE_LIBRARY, flags: Sequence[s
     sources = sorted(path for folder in NATIVE_SOURCES for path in (root / folder).glob("*.cc"))
     if not sources:
         return None
+    if not _is_x86():
+        sources = [source for source in sources if source.name not in INSTRUCTION_SETS]
+    jobs = {source.stem: (source, INSTRUCTION_SETS.get(source.name, ())) for source in sources}
+    return _compile_library(root, library, jobs, flags, generates=True)
+
+
+def compile_kernel_bench(root: Path, library: Path) -> Path:
+    """Compile the runs of single kernels for the benchmark, unless the library is newer than all sources.
+
+    Their bare loops are compiled once for each instruction set, under the name of its kernels. Raises BuildError.
+    """
+    folders = (KERNEL_BENCH_SOURCES, NATIVE_SOURCES[0])
+    sources = [path for folder in folders for path in (root / folder).iterdir()]
+    if library.exists() and all(path.stat().st_mtime < library.stat().st_mtime for path in (*sources, Path(__file__))):
+        return library
+    loops = root / KERNEL_BENCH_SOURCES / "bare_loops.cc"
+    jobs: dict[str, tuple[Path, Sequence[str]]] = {"kernel_runs": (root / KERNEL_BENCH_SOURCES / "kernel_runs.cc", ())}
+    for name, options in ({"kernels_portable.cc": ()} | (INSTRUCTION_SETS if _is_x86() else {})).items():
+        kernels = name.removeprefix("kernels_").removesuffix(".cc")
+        jobs[kernels] = (loops, (f"-DANTIPHON_LOOPS={kernels}", *options))
+    library.parent.mkdir(parents=True, exist_ok=True)
+    return _compile_library(root, library, jobs, [f"-I{NATIVE_SOURCES[0]}"], generates=False)
+
+
+def _is_x86() -> bool:
+    return platform.machine().lower() in ("x86_64", "amd64")
+
+
+def _compile_library(
+    root: Path, library: Path, jobs: Mapping[str, tuple[Path, Sequence[str]]], flags: Sequence[str], *, generates: bool
+) -> Path:
+    """Compile and link sources with their own flags, by name of the object; return the library.
+
+    generates: the sources include the header of the nodes for GPUs.
+    """
     compiler = shlex.split(os.environ.get("CXX", "c++"))
     if not compiler or shutil.which(compiler[0]) is None:
         name = compiler[0] if compiler else "CXX"
         raise BuildError(f"no C++ compiler: {name} is not there; install g++ or clang++, or set CXX")
-    if platform.machine().lower() not in ("x86_64", "amd64"):
-        sources = [source for source in sources if source.name not in INSTRUCTION_SETS]
     extra = [*flags, *shlex.split(os.environ.get("CXXFLAGS", ""))]
     with tempfile.TemporaryDirectory() as objects, ThreadPoolExecutor(os.cpu_count()) as pool:
-        extra += _cuda_nodes(root, Path(objects))
-        outputs = list(pool.map(lambda source: _compile(source, compiler, extra, root, Path(objects)), sources))
+        if generates:
+            extra += _cuda_nodes(root, Path(objects))
+        outputs = [str(Path(objects) / f"{name}.o") for name in jobs]
+        commands = (
+            [*compiler, *NATIVE_FLAGS, *options, *extra, "-c", "-o", output, str(source.relative_to(root))]
+            for output, (source, options) in zip(outputs, jobs.values(), strict=True)
+        )
+        list(pool.map(lambda command: _call(command, root, compiler[0]), commands))
         # A running server may have the old library mapped: write a new file and swap it in.
-        unfinished = library.with_suffix(".so.new")
+        unfinished = library.with_suffix(f".{os.getpid()}.new")
         _call([*compiler, "-shared", "-pthread", *extra, "-o", str(unfinished), *outputs], root, compiler[0])
     return (root / unfinished).replace(root / library)
 
@@ -197,13 +239,6 @@ def _require_for_engine() -> None:
         raise BuildError("no Python.h; install python3-dev, or the headers of this Python")
 
 
-def _compile(source: Path, compiler: Sequence[str], extra: Sequence[str], root: Path, objects: Path) -> str:
-    target = str(objects / f"{source.stem}.o")
-    flags = [*NATIVE_FLAGS, *INSTRUCTION_SETS.get(source.name, ()), *extra]
-    _call([*compiler, *flags, "-c", "-o", target, str(source.relative_to(root))], root, compiler[0])
-    return target
-
-
 def _cuda_nodes(root: Path, folder: Path) -> list[str]:
     """Write cuda_nodes.h from the declarations of the nodes for GPUs; return the flags by which sources find it."""
     command = [sys.executable, "-m", "antiphon.ops.cuda.node_header", str(folder / "cuda_nodes.h")]
@@ -241,6 +276,9 @@ def main() -> int:
     """Build in place; returns the exit status."""
     root = Path(__file__).resolve().parent
     try:
+        if sys.argv[1:2] == ["kernel-bench"]:
+            compile_kernel_bench(root, Path(sys.argv[2]))
+            return 0
         if sys.argv[1:] != ["engine"]:
             generate_stubs(root)
             compile_native(root)

@@ -19,7 +19,7 @@ from antiphon.errors import WorkspaceError
 
 LIBRARY = Path(__file__).with_name("_native.so")
 # Version of the native library, the same as antiphon_native_version in native/register.cc: raise both together.
-NATIVE_VERSION = 8
+NATIVE_VERSION = 9
 
 _HANDLE = ctypes.c_void_p  # of an allocator; None is the process's own
 _BUILD_IT = "install antiphon again (or `make stubs` in a checkout) to build it"

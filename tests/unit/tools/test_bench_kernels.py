@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from antiphon.bundle.manifest import load_bundle
-from antiphon.ops.kernel_runs import KERNELS, PORTABLE, active_kernels
 from antiphon.server.settings import SHIPPED_BUNDLE
 from antiphon.tools.bench import kernels as section
 from antiphon.tools.bench.command import SECTIONS
 from antiphon.tools.bench.corpus import everyday
+from antiphon.tools.bench.kernel_runs import KERNELS, PORTABLE, active_kernels
 from antiphon.tools.bench.setup import Setup
 
 

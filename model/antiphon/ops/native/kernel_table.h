@@ -2,7 +2,6 @@
 #pragma once
 
 #include "attention_kernels.h"
-#include "bare_kernels.h"
 #include "kernels.h"
 #include "linear_kernels.h"
 #include "nibble_kernels.h"
@@ -38,10 +37,6 @@ constexpr Kernels MakeTable(const char* name) {
   table.measure_weights = MeasureWeights;
   table.keep_likely = KeepLikely;
   table.keep_near = KeepNear;
-  table.bare_dot = BareDot;
-  table.bare_nibble = BareNibble;
-  table.bare_fma = BareFma;
-  table.bare_read = BareRead;
   return table;
 }
 

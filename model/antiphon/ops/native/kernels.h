@@ -13,7 +13,6 @@ constexpr int64_t kPanel = 16;      // adjacent columns of a packed weight
 constexpr int64_t kDepth = 64;      // int8 products are padded to a multiple of this many inputs
 constexpr int64_t kNibbleGroup = 32;  // inputs of a 4-bit product that share a scale
 constexpr int64_t kBlockSize = 16;  // positions of a cache block
-constexpr int64_t kReadBytes = 256;  // bare_read reads a multiple of it
 constexpr int64_t kQueryTile = 16;  // queries that packed attention processes at once
 
 enum class Activation { kNone, kRelu, kGelu, kGeluTanh, kSilu, kTanh };
@@ -224,14 +223,6 @@ struct Kernels {
   // The same for tokens whose distance is at most `farthest`.
   int64_t (*keep_near)(const Tokens& tokens, const float* values, bool has_ids, int64_t count, const Surprise&,
                        double farthest);
-
-  // The multiply-adds of products with weights of 8 and 4 bits, and of float32 sums, on registers alone; null in
-  // portable code. They return their number, a multiple of `rounds`.
-  int64_t (*bare_dot)(int64_t rounds);
-  int64_t (*bare_nibble)(int64_t rounds);
-  int64_t (*bare_fma)(int64_t rounds);
-  // Reads bytes in order, a multiple of kReadBytes; returns the bits that are set in any 32-bit word.
-  uint32_t (*bare_read)(const uint8_t* from, int64_t bytes);
 };
 
 const Kernels& PortableKernels();

@@ -5,34 +5,13 @@
 // the L1 cache). A tile of weights is 16 columns by 64 inputs, exactly as packed. A tile of sums is 16 by 16. Two by
 // two tiles of sums share their operands: four products for four loads.
 #include "kernel_table.h"
+#include "tile_config.h"
 
 namespace antiphon {
 namespace {
 
-constexpr int64_t kTileRows = 16;
 constexpr int64_t kTileBytes = 1024;
 constexpr int64_t kFewRows = 2;  // below this, loading tiles costs more than the vector products (measured)
-
-struct alignas(64) TileConfig {
-  uint8_t palette = 1;
-  uint8_t start_row = 0;
-  uint8_t reserved[14] = {};
-  uint16_t bytes_per_row[16] = {};
-  uint8_t rows[16] = {};
-};
-static_assert(sizeof(TileConfig) == 64);
-
-// Sums in tiles 0..3, activations in 4 and 5, weights in 6 and 7.
-void Configure(int64_t rows) {
-  TileConfig config;
-  for (int tile = 0; tile < 8; ++tile) {
-    config.bytes_per_row[tile] = 64;
-    config.rows[tile] = static_cast<uint8_t>(tile < 6 ? rows : kTileRows);
-  }
-  // GCC declares that _tile_loadconfig reads 8 of the 64 bytes, so the compiler may leave the others unwritten. It
-  // declares no memory that _tile_loadd reads: "memory" makes the compiler write the activations before this point.
-  __asm__ volatile("ldtilecfg %0" : : "m"(config) : "memory");
-}
 
 struct Operands {
   const uint8_t* rows;    // the first tile of activations
@@ -181,27 +160,6 @@ void TiledProduct(const QuantizedRows& rows, const QuantizedWeight& weight, Acti
   _tile_release();
 }
 
-// Sums of zeros, without loads.
-int64_t BareTiles(int64_t rounds) {
-  Configure(kTileRows);
-  _tile_zero(0);
-  _tile_zero(1);
-  _tile_zero(2);
-  _tile_zero(3);
-  _tile_zero(4);
-  _tile_zero(5);
-  _tile_zero(6);
-  _tile_zero(7);
-  for (int64_t round = 0; round < rounds; ++round) {
-    _tile_dpbusd(0, 4, 6);
-    _tile_dpbusd(1, 4, 7);
-    _tile_dpbusd(2, 5, 6);
-    _tile_dpbusd(3, 5, 7);
-  }
-  _tile_release();
-  return rounds * 4 * kTileRows * kPanel * kDepth;
-}
-
 }  // namespace
 
 const Kernels& AmxKernels() {
@@ -209,7 +167,6 @@ const Kernels& AmxKernels() {
     Kernels built = MakeTable("amx");
     built.quantize = QuantizeTiles;
     built.quantized_product = TiledProduct;
-    built.bare_dot = BareTiles;
     return built;
   }();
   return table;

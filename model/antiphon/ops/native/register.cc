@@ -163,7 +163,7 @@ ANTIPHON_EXPORT OrtStatus* RegisterCustomOps(OrtSessionOptions* options, const O
 
 // Raise it whenever operators, their packing or these functions change: model/antiphon/ops/workspace.py refuses a library with
 // another number than its own.
-ANTIPHON_EXPORT int antiphon_native_version() { return 8; }
+ANTIPHON_EXPORT int antiphon_native_version() { return 9; }
 
 // The signature of every operator, one per line; a test compares them with the declarations in model/antiphon/ops/operators.
 ANTIPHON_EXPORT const char* antiphon_operators() {
@@ -183,6 +183,9 @@ ANTIPHON_EXPORT const char* antiphon_kernels() {
     return "";
   }
 }
+
+// The table of these kernels, for the benchmark; null for an unknown name, or where the processor cannot run them.
+ANTIPHON_EXPORT const antiphon::Kernels* antiphon_kernel_table(const char* name) { return antiphon::KernelsNamed(name); }
 
 // Creates another allocator, for a thread to use. It is never destroyed, since blocks can outlive its user; 3 KiB each.
 ANTIPHON_EXPORT CountingAllocator* antiphon_workspace_create() { return new CountingAllocator; }

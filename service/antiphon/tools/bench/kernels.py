@@ -1,10 +1,10 @@
 """Section `kernels`: rates of products and attention on one core, beside the bare rate of the same instruction.
 
-Kernels are called directly, in one thread (antiphon.ops.kernel_runs): without ONNX Runtime, tasks and allocation of
-outputs. A product includes the quantisation of its rows; the end of a step is the product over the vocabulary and the
-likeliest token of each row. The bare rate is that of a loop on registers; portable kernels have none, since they have
-no instruction of their own. One row of a product is also compared with a loop that only reads as many bytes.
-Measurements of the two sides alternate, and each is the fastest of several short ones.
+Kernels are called directly, in one thread (kernel_runs.py): without ONNX Runtime, tasks and allocation of outputs. A
+product includes the quantisation of its rows; the end of a step is the product over the vocabulary and the likeliest
+token of each row. The bare rate is that of a loop on registers; portable kernels have none, since they have no
+instruction of their own. One row of a product is also compared with a loop that only reads as many bytes. Measurements
+of the two sides alternate, and each is the fastest of several short ones.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from antiphon.ops.kernel_runs import (
+from antiphon.tools.bench.kernel_runs import (
     PORTABLE,
     AttentionShape,
     KernelRun,

@@ -1,16 +1,20 @@
 """Kernels of the native library on their own, timed in the calling thread. Torch-free.
 
-Owns the Python side of `native/kernel_runs.cc`, which describes what a run includes. Does not know which shapes are of
-interest. A run belongs to one thread at a time.
+Owns the Python side of `native/kernel_runs.cc`, which describes what a run includes, and has it compiled when the first
+run is made: its library is no part of the product. Does not know which shapes are of interest. A run belongs to one
+thread at a time.
 """
 
 from __future__ import annotations
 
 import ctypes
 import math
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from functools import cache
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
@@ -21,6 +25,8 @@ PORTABLE = "portable"
 KERNELS = ("amx", "avx512", "avxvnni", "avx2", PORTABLE)
 """Names of all kernels, the fastest first."""
 
+_ROOT = Path(__file__).parents[4]
+_LIBRARY = _ROOT / "build" / "kernel_runs.so"
 _RUN = ctypes.c_void_p
 
 
@@ -61,7 +67,7 @@ class _NativeAttention(ctypes.Structure):
     _fields_ = [(name, ctypes.c_int64) for name in AttentionShape.__slots__]
 
 
-# Arguments of the functions that make a run, after the name of the kernels.
+# Arguments of the functions that make a run, after the table of the kernels.
 _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "product": (ctypes.POINTER(_NativeProduct), ctypes.c_int),
     "sample": (ctypes.POINTER(_NativeProduct),),
@@ -110,7 +116,7 @@ def active_kernels() -> str:
 
     Raises KernelError if ANTIPHON_CPU names kernels that this process cannot run.
     """
-    function = _library().antiphon_kernels
+    function = _native().antiphon_kernels
     function.restype = ctypes.c_char_p
     name: str = function().decode()
     if not name:
@@ -163,22 +169,41 @@ def read_run(kernels: str, num_bytes: int) -> KernelRun:
 def _run(kind: str, kernels: str, *arguments: Any) -> KernelRun:
     if kernels not in KERNELS:
         raise KernelError(f"kernels are {kernels}; they must be one of {', '.join(KERNELS)}")
-    handle = _function(kind, ctypes.c_char_p, *_ARGUMENTS[kind], returns=_RUN)(kernels.encode(), *arguments)
+    table_named = _native().antiphon_kernel_table
+    table_named.argtypes, table_named.restype = (ctypes.c_char_p,), ctypes.c_void_p
+    table = table_named(kernels.encode())
+    make = _function(kind, ctypes.c_void_p, *_ARGUMENTS[kind], returns=_RUN)
+    handle = None if table is None else make(table, *arguments)
     if handle is None:
         raise KernelError(f"this processor cannot run {kind} with the kernels {kernels}")
     return KernelRun(handle)
 
 
 def _function(name: str, *arguments: Any, returns: Any = None) -> Callable[..., Any]:
-    function = getattr(_library(), f"antiphon_run_{name}")
+    function = getattr(_runs(), f"antiphon_run_{name}")
     function.argtypes = arguments
     function.restype = returns
     return function  # type: ignore[no-any-return]
 
 
 @cache
-def _library() -> ctypes.CDLL:
+def _native() -> ctypes.CDLL:
     return native_library()
+
+
+@cache
+def _runs() -> ctypes.CDLL:
+    """Load the library of the runs, compiled from the checkout. Raises KernelError if it cannot be compiled."""
+    build = _ROOT / "hatch_build.py"
+    if not build.exists():
+        raise KernelError("runs of single kernels are compiled from a checkout, which this installation is not")
+    command = [sys.executable, str(build), "kernel-bench", str(_LIBRARY)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise KernelError(
+            f"runs of single kernels cannot be compiled: {done.stderr.strip().removeprefix('antiphon: ')}"
+        )
+    return ctypes.CDLL(str(_LIBRARY))
 
 
 def _check_sizes(*sizes: int) -> None:

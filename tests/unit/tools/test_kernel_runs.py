@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from antiphon.errors import KernelError
-from antiphon.ops.kernel_runs import (
+from antiphon.ops.workspace import native_library
+from antiphon.tools.bench import kernel_runs
+from antiphon.tools.bench.kernel_runs import (
     KERNELS,
     PORTABLE,
     AttentionShape,
@@ -26,7 +28,6 @@ from antiphon.ops.kernel_runs import (
     read_run,
     sample_run,
 )
-from antiphon.ops.workspace import native_library
 
 ROOT = Path(__file__).parents[3]
 SHAPE = AttentionShape(rows=3, length=21, heads=2, width=24)
@@ -106,9 +107,22 @@ def test_unknown_kernels_are_refused(name: str) -> None:
 
 
 def test_native_library_refuses_unknown_kernels_itself() -> None:
-    make = native_library().antiphon_run_read
-    make.argtypes, make.restype = (ctypes.c_char_p, ctypes.c_int64), ctypes.c_void_p
-    assert make(b"mmx", 256) is None
+    table = native_library().antiphon_kernel_table
+    table.argtypes, table.restype = (ctypes.c_char_p,), ctypes.c_void_p
+    assert table(b"mmx") is None
+    assert table(b"portable") is not None
+
+
+def test_runs_without_a_compiler_or_a_checkout_are_refused_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernel_runs, "_LIBRARY", tmp_path / "kernel_runs.so")
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(KernelError, match="cannot be compiled: no C\\+\\+ compiler: no-such-compiler is not there"):
+        kernel_runs._runs.__wrapped__()
+    monkeypatch.setattr(kernel_runs, "_ROOT", tmp_path)
+    with pytest.raises(KernelError, match="compiled from a checkout"):
+        kernel_runs._runs.__wrapped__()
 
 
 def test_sizes_below_one_are_refused() -> None:
@@ -121,7 +135,7 @@ def test_sizes_below_one_are_refused() -> None:
 @pytest.mark.parametrize(("wanted", "found"), [("portable", "portable"), ("mmx", "KernelError")])
 def test_active_kernels_are_those_of_the_variable(wanted: str, found: str) -> None:
     program = """
-from antiphon.ops.kernel_runs import KernelError, active_kernels
+from antiphon.tools.bench.kernel_runs import KernelError, active_kernels
 try:
     print(active_kernels())
 except KernelError as error:

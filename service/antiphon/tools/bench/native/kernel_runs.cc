@@ -1,12 +1,17 @@
-// Kernels on their own, repeated and timed in the calling thread: model/antiphon/ops/kernel_runs.py reads their rates.
+// Kernels of the native library on their own, repeated and timed in the calling thread: kernel_runs.py reads their rates.
+//
+// A library of its own, which hatch_build.py compiles when the benchmark runs. The kernels are the tables of the native
+// library (kernels.h); both libraries are built from one checkout.
 //
 // A run includes what the kernels of an operator do for its inputs. It includes neither ONNX Runtime, nor the division
 // into tasks, nor the allocation of outputs. Numbers of the inputs do not matter for the speed, but are not all equal.
 #include <algorithm>
 #include <chrono>
 #include <new>
+#include <string>
 #include <vector>
 
+#include "bare_loops.h"
 #include "export.h"
 #include "kernels.h"
 #include "shortlist.h"
@@ -300,26 +305,36 @@ class BareRun : public KernelRun {
 // A loop that reads bytes in order, as a product of one row reads its weight.
 class ReadRun : public KernelRun {
  public:
-  ReadRun(const Kernels& kernels, int64_t bytes) : kernels_(kernels), bytes_(bytes), data_(bytes) {}
-  void Once() override { found_ = kernels_.bare_read(data_.data(), bytes_); }
+  ReadRun(const BareLoops& loops, int64_t bytes) : loops_(loops), bytes_(bytes), data_(bytes) {}
+  void Once() override { found_ = loops_.read(data_.data(), bytes_); }
   double work() const override { return static_cast<double>(bytes_); }
 
  private:
-  const Kernels& kernels_;
+  const BareLoops& loops_;
   int64_t bytes_;
   Buffer<uint8_t> data_;
   volatile uint32_t found_ = 0;
 };
 
-// Returns make(kernels); null where the processor cannot run the kernels, or where memory is short.
+// Returns make(); null where memory is short.
 template <typename Make>
-KernelRun* Made(const char* name, const Make& make) noexcept {
+KernelRun* Made(const Make& make) noexcept {
   try {
-    const Kernels* kernels = KernelsNamed(name);
-    return kernels == nullptr ? nullptr : make(*kernels);
+    return make();
   } catch (const std::bad_alloc&) {
     return nullptr;
   }
+}
+
+const BareLoops& LoopsOf(const Kernels& kernels) {
+#if defined(__x86_64__)
+  const std::string name = kernels.name;
+  if (name == "avx2") return avx2;
+  if (name == "avxvnni") return avxvnni;
+  if (name == "avx512") return avx512;
+  if (name == "amx") return amx;
+#endif
+  return portable;
 }
 
 }  // namespace
@@ -329,45 +344,43 @@ KernelRun* Made(const char* name, const Make& make) noexcept {
 using antiphon::KernelRun;
 using antiphon::Kernels;
 
+// Each makes a run, or returns null where memory is short. kernels: a table that this processor can run.
+
 // bits: of a weight, 8 or 4.
-ANTIPHON_EXPORT KernelRun* antiphon_run_product(const char* kernels, const antiphon::ProductShape* shape, int bits) {
-  return antiphon::Made(kernels, [&](const Kernels& table) -> KernelRun* {
-    if (bits == 4) return new antiphon::Int4Run(table, *shape);
-    return new antiphon::Int8Run(table, *shape);
+ANTIPHON_EXPORT KernelRun* antiphon_run_product(const Kernels* kernels, const antiphon::ProductShape* shape, int bits) {
+  return antiphon::Made([&]() -> KernelRun* {
+    if (bits == 4) return new antiphon::Int4Run(*kernels, *shape);
+    return new antiphon::Int8Run(*kernels, *shape);
   });
 }
 
-ANTIPHON_EXPORT KernelRun* antiphon_run_sample(const char* kernels, const antiphon::ProductShape* shape) {
-  return antiphon::Made(kernels, [&](const Kernels& table) -> KernelRun* {
-    return new antiphon::SampleRun(table, *shape);
-  });
+ANTIPHON_EXPORT KernelRun* antiphon_run_sample(const Kernels* kernels, const antiphon::ProductShape* shape) {
+  return antiphon::Made([&] { return new antiphon::SampleRun(*kernels, *shape); });
 }
 
-ANTIPHON_EXPORT KernelRun* antiphon_run_packed(const char* kernels, const antiphon::AttentionShape* shape) {
-  return antiphon::Made(kernels, [&](const Kernels& table) -> KernelRun* {
-    return new antiphon::PackedRun(table, *shape);
-  });
+ANTIPHON_EXPORT KernelRun* antiphon_run_packed(const Kernels* kernels, const antiphon::AttentionShape* shape) {
+  return antiphon::Made([&] { return new antiphon::PackedRun(*kernels, *shape); });
 }
 
-ANTIPHON_EXPORT KernelRun* antiphon_run_paged(const char* kernels, const antiphon::AttentionShape* shape, int is_half,
-                                              int appends) {
-  return antiphon::Made(kernels, [&](const Kernels& table) -> KernelRun* {
-    if (is_half != 0) return new antiphon::PagedRun<uint16_t>(table.paged_float16, *shape, appends != 0);
-    return new antiphon::PagedRun<float>(table.paged_float32, *shape, appends != 0);
+ANTIPHON_EXPORT KernelRun* antiphon_run_paged(const Kernels* kernels, const antiphon::AttentionShape* shape,
+                                              int is_half, int appends) {
+  return antiphon::Made([&]() -> KernelRun* {
+    if (is_half != 0) return new antiphon::PagedRun<uint16_t>(kernels->paged_float16, *shape, appends != 0);
+    return new antiphon::PagedRun<float>(kernels->paged_float32, *shape, appends != 0);
   });
 }
 
 // The bare loop of products with weights of 8 or 4 bits, or of float32 sums (32); null for portable code.
-ANTIPHON_EXPORT KernelRun* antiphon_run_bare(const char* kernels, int bits) {
-  return antiphon::Made(kernels, [&](const Kernels& table) -> KernelRun* {
-    const auto loop = bits == 32 ? table.bare_fma : bits == 4 ? table.bare_nibble : table.bare_dot;
-    return loop == nullptr ? nullptr : new antiphon::BareRun(loop);
-  });
+ANTIPHON_EXPORT KernelRun* antiphon_run_bare(const Kernels* kernels, int bits) {
+  const antiphon::BareLoops& loops = antiphon::LoopsOf(*kernels);
+  const auto loop = bits == 32 ? loops.fma : bits == 4 ? loops.nibble : loops.dot;
+  if (loop == nullptr) return nullptr;
+  return antiphon::Made([&] { return new antiphon::BareRun(loop); });
 }
 
-ANTIPHON_EXPORT KernelRun* antiphon_run_read(const char* kernels, int64_t bytes) {
-  return antiphon::Made(kernels, [&](const Kernels& table) -> KernelRun* {
-    return new antiphon::ReadRun(table, antiphon::RoundUp(bytes, antiphon::kReadBytes));
+ANTIPHON_EXPORT KernelRun* antiphon_run_read(const Kernels* kernels, int64_t bytes) {
+  return antiphon::Made([&] {
+    return new antiphon::ReadRun(antiphon::LoopsOf(*kernels), antiphon::RoundUp(bytes, antiphon::kReadBytes));
   });
 }
 

@@ -1,12 +1,14 @@
 // Loops that show the limits of a processor: of one instruction on registers, without loads, and of loads alone.
-// Included by one file per instruction set; simd.h lists the rules for such files.
+// Compiled once for each instruction set, with the name of its loops as ANTIPHON_LOOPS; simd.h lists the rules for such
+// files.
 //
-// Loops on registers return the number of multiply-adds, and have enough chains of additions to hide the latency of the
-// instruction.
-#pragma once
-
-#include "kernels.h"
+// Loops on registers have enough chains of additions to hide the latency of the instruction.
+#include "bare_loops.h"
 #include "simd.h"
+#if defined(__AMX_INT8__)
+#include "kernels.h"
+#include "tile_config.h"
+#endif
 
 namespace antiphon {
 namespace {
@@ -88,17 +90,6 @@ int64_t BareLoop(int64_t rounds) {
   return rounds * kBareChains * Step::kWork;
 }
 
-constexpr auto* BareDot = BareLoop<BareDotStep>;
-constexpr auto* BareNibble = BareLoop<BareNibbleStep>;
-constexpr auto* BareFma = BareLoop<BareFmaStep>;
-
-#else
-
-// Portable code has no instruction of its own.
-constexpr int64_t (*BareDot)(int64_t) = nullptr;
-constexpr int64_t (*BareNibble)(int64_t) = nullptr;
-constexpr int64_t (*BareFma)(int64_t) = nullptr;
-
 #endif
 
 uint32_t BareRead(const uint8_t* from, int64_t bytes) {
@@ -113,5 +104,44 @@ uint32_t BareRead(const uint8_t* from, int64_t bytes) {
   return Reduce((found[0] | found[1]) | (found[2] | found[3]), [](auto a, auto b) ANTIPHON_BODY { return a | b; });
 }
 
+#if defined(__AMX_INT8__)
+
+// Sums of zeros, without loads.
+int64_t BareTiles(int64_t rounds) {
+  Configure(kTileRows);
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  _tile_zero(4);
+  _tile_zero(5);
+  _tile_zero(6);
+  _tile_zero(7);
+  for (int64_t round = 0; round < rounds; ++round) {
+    _tile_dpbusd(0, 4, 6);
+    _tile_dpbusd(1, 4, 7);
+    _tile_dpbusd(2, 5, 6);
+    _tile_dpbusd(3, 5, 7);
+  }
+  _tile_release();
+  return rounds * 4 * kTileRows * kPanel * kDepth;
+}
+
+constexpr BareLoops kLoops = {BareTiles, BareLoop<BareNibbleStep>, BareLoop<BareFmaStep>, BareRead};
+
+#elif defined(__AVX2__)
+
+constexpr BareLoops kLoops = {BareLoop<BareDotStep>, BareLoop<BareNibbleStep>, BareLoop<BareFmaStep>, BareRead};
+
+#else
+
+// Portable code has no instruction of its own.
+constexpr BareLoops kLoops = {nullptr, nullptr, nullptr, BareRead};
+
+#endif
+
 }  // namespace
+
+const BareLoops ANTIPHON_LOOPS = kLoops;
+
 }  // namespace antiphon
