@@ -9,10 +9,8 @@
 
 namespace antiphon {
 
-std::vector<const OrtCustomOp*> LinearOperators();
 std::vector<const OrtCustomOp*> RowOperators();
-std::vector<const OrtCustomOp*> PackedOperators();
-std::vector<const OrtCustomOp*> PagedOperators();
+std::vector<const OrtCustomOp*> AttentionOperators();
 std::vector<const OrtCustomOp*> SampleOperators();
 std::vector<const OrtCustomOp*> SublayerOperators();
 

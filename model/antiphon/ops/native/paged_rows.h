@@ -10,6 +10,7 @@
 #include "operator.h"
 #include "packing.h"
 #include "product.h"
+#include "rotation.h"
 #include "workspace.h"
 
 namespace antiphon {
@@ -106,9 +107,15 @@ void ForHeads(const Call& call, int64_t rows, int64_t heads, double macs, int64_
   });
 }
 
-// Inputs of a node with paged self attention, in this order: cache, block_tables, offsets, positions, bias_table, slopes.
-inline constexpr std::array<Port, 6> kSelfRowsPorts = {
-    {{kAnyElement}, {kInt32}, {kInt32}, {kInt32}, {kFloat32, kOptional}, {kFloat32, kOptional}}};
+// Inputs of a node with paged self attention, in this order: cache, block_tables, offsets, positions, bias_table,
+// slopes, rotary_table.
+inline constexpr std::array<Port, 7> kSelfRowsPorts = {{{kAnyElement},
+                                                        {kInt32},
+                                                        {kInt32},
+                                                        {kInt32},
+                                                        {kFloat32, kOptional},
+                                                        {kFloat32, kOptional},
+                                                        {kFloat32, kOptional}}};
 
 // Rows whose new tokens are appended to their caches before they attend. A token at position p sees positions 0 .. p.
 template <typename Element>
@@ -123,12 +130,12 @@ class SelfRows {
         positions_(CheckedPositions(call.Input(first + 3, "positions", 1), packing_, tokens)),
         tables_(pool, call.Input(first + 1, "block_tables", 2), packing_.sequences,
                 [this](int64_t row) { return Length(row); }),
-        biases_(call, first + 4, first + 5, pool.heads) {}
+        biases_(call, first + 4, first + 5, pool.heads),
+        rotation_(call, first + 3, first + 6, tokens, width) {}
 
-  const int32_t* positions() const { return positions_; }
-
-  // qkv: [tokens, 3 H D]; out: [tokens, H D].
-  void Attend(const Call& call, const float* qkv, float* out) const {
+  // qkv: [tokens, 3 H D], which is rotated in place where there is a table; out: [tokens, H D].
+  void Attend(const Call& call, float* qkv, float* out) const {
+    rotation_.Run(call, pool_.heads, qkv);
     double pairs = 0;  // of queries and keys
     int64_t longest = 0;
     for (int64_t row = 0; row < packing_.sequences; ++row) {
@@ -180,6 +187,7 @@ class SelfRows {
   const int32_t* positions_;
   Tables<Element> tables_;
   Biases biases_;
+  Rotation rotation_;
 };
 
 // Inputs of a node with paged cross attention, in this order: cache, block_tables, offsets, source_lens.
@@ -198,7 +206,6 @@ class CrossRows {
         source_lens_(CheckedLens(call.Input(first + 3, "source_lens", 1), packing_)),
         tables_(pool, call.Input(first + 1, "block_tables", 2), packing_.sequences,
                 [this](int64_t row) { return int64_t{source_lens_[row]}; }) {}
-
 
   // query and out: [tokens, H D].
   void Attend(const Call& call, const float* query, float* out) const {

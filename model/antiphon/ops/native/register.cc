@@ -82,8 +82,7 @@ OrtStatus* RegisterOnce(const OrtApi* api) {
 
 std::vector<const OrtCustomOp*> AllOperators() {
   std::vector<const OrtCustomOp*> all;
-  for (const auto& family : {antiphon::LinearOperators(), antiphon::RowOperators(), antiphon::PackedOperators(),
-                             antiphon::PagedOperators(), antiphon::SampleOperators(),
+  for (const auto& family : {antiphon::RowOperators(), antiphon::AttentionOperators(), antiphon::SampleOperators(),
                              antiphon::SublayerOperators()}) {
     all.insert(all.end(), family.begin(), family.end());
   }

@@ -1,9 +1,10 @@
-// Operators that treat each token by itself: Embed, QuantizedEmbed and AddNorm.
+// Operators that treat each token by itself: Embed, Linear and AddNorm, the first two at every precision of a weight.
 #include <string>
 
 #include "operators.h"
 #include "product.h"
 #include "residual_norm.h"
+#include "weight_inputs.h"
 
 namespace antiphon {
 
@@ -37,23 +38,51 @@ Places CheckedPlaces(const Call& call, size_t table_index, int64_t vocab, int64_
   return places;
 }
 
+// The packed weight of an embedding, by precision.
+struct Float32Embedding {
+  static constexpr const char* kName = "Embed";
+  using Weight = FloatWeight;
+  static constexpr std::array<Port, 1> kPorts = {{{kFloat32}}};
+
+  static Weight Read(const Call& call, int64_t width, int64_t vocab) {
+    return CheckedWeight(call.Input(2, "weight", 3), {}, width, vocab);
+  }
+  static void Row(const Weight& weight, int64_t, int64_t id, float scale, const float* position, float* out) {
+    ActiveKernels().embed(weight, id, scale, position, out);
+  }
+};
+
+struct Int8Embedding {
+  static constexpr const char* kName = "QuantizedEmbed";
+  using Weight = QuantizedWeight;
+  static constexpr std::array<Port, 2> kPorts = {{{kInt8}, {kFloat32}}};
+
+  static Weight Read(const Call& call, int64_t width, int64_t vocab) {
+    return CheckedWeight(call.Input(2, "weight", 4), call.Input(3, "scales", 1), {}, {}, width, vocab);
+  }
+  static void Row(const Weight& weight, int64_t width, int64_t id, float scale, const float* position, float* out) {
+    ActiveKernels().quantized_embed(weight, width, id, scale, position, out);
+  }
+};
+
 // scale * embedding[id] + position_table[position]: [N], [N] -> [N, width]. The weight is packed as for a product.
+template <typename Embedding>
 class Embed {
  public:
-  static constexpr const char* kName = "Embed";
-  static constexpr Port kInputs[] = {{kInt64}, {kInt32}, {kFloat32}, {kFloat32, kOptional}};
+  static constexpr const char* kName = Embedding::kName;
+  static constexpr auto kInputs = JoinPorts(std::array<Port, 2>{{{kInt64}, {kInt32}}}, Embedding::kPorts,
+                                            std::array<Port, 1>{{{kFloat32, kOptional}}});
   static constexpr Port kOutputs[] = {{kFloat32}};
 
   explicit Embed(const Attributes& attributes)
       : width_(attributes.Size("width")), vocab_(attributes.Size("vocab")), scale_(attributes.Float("scale")) {}
 
   void Run(const Call& call) const {
-    const Places places = CheckedPlaces(call, 3, vocab_, width_);
-    const FloatWeight weight = CheckedWeight(call.Input(2, "weight", 3), {}, width_, vocab_);
+    const Places places = CheckedPlaces(call, kInputs.size() - 1, vocab_, width_);
+    const typename Embedding::Weight weight = Embedding::Read(call, width_, vocab_);
     auto* out = static_cast<float*>(call.Output(0, {places.rows, width_}));
-    const Kernels& kernels = ActiveKernels();
     ForRows(call, places.rows, width_, [&](int64_t row) {
-      kernels.embed(weight, places.ids[row], scale_, places.Position(row), out + row * width_);
+      Embedding::Row(weight, width_, places.ids[row], scale_, places.Position(row), out + row * width_);
     });
   }
 
@@ -62,29 +91,28 @@ class Embed {
   float scale_;
 };
 
-class QuantizedEmbed {
+// act(x W + b): x [N, K], W packed -> [N, width].
+template <typename Inputs>
+class Linear {
  public:
-  static constexpr const char* kName = "QuantizedEmbed";
-  static constexpr Port kInputs[] = {{kInt64}, {kInt32}, {kInt8}, {kFloat32}, {kFloat32, kOptional}};
+  static constexpr const char* kNames[] = {"Linear", "QuantizedLinear", "NibbleLinear"};
+  static constexpr const char* kName = kNames[Inputs::kPrecision];
+  static constexpr auto kInputs = JoinPorts(std::array<Port, 1>{{{kFloat32}}}, Inputs::kPorts);
   static constexpr Port kOutputs[] = {{kFloat32}};
 
-  explicit QuantizedEmbed(const Attributes& attributes)
-      : width_(attributes.Size("width")), vocab_(attributes.Size("vocab")), scale_(attributes.Float("scale")) {}
+  explicit Linear(const Attributes& attributes)
+      : width_(attributes.Size("width")), activation_(ActivationNamed(attributes.String("activation"))) {}
 
   void Run(const Call& call) const {
-    const Places places = CheckedPlaces(call, 4, vocab_, width_);
-    const QuantizedWeight weight =
-        CheckedWeight(call.Input(2, "weight", 4), call.Input(3, "scales", 1), {}, {}, width_, vocab_);
-    auto* out = static_cast<float*>(call.Output(0, {places.rows, width_}));
-    const Kernels& kernels = ActiveKernels();
-    ForRows(call, places.rows, width_, [&](int64_t row) {
-      kernels.quantized_embed(weight, width_, places.ids[row], scale_, places.Position(row), out + row * width_);
-    });
+    const Tensor x = call.Input(0, "x", 2);
+    const typename Inputs::Weight weight = Inputs::Read(call, 1, "", x.dims[1], width_);
+    auto* out = static_cast<float*>(call.Output(0, {x.dims[0], width_}));
+    if (x.dims[0] > 0) Multiply(call, x.as<float>(), x.dims[0], x.dims[1], weight, activation_, out);
   }
 
  private:
-  int64_t width_, vocab_;
-  float scale_;
+  int64_t width_;
+  Activation activation_;
 };
 
 // sum = x + residual, normed = norm(sum) * weight + bias: [N, M] each (Ba et al. 2016; Zhang and Sennrich 2019).
@@ -110,10 +138,13 @@ class AddNorm {
 }  // namespace
 
 std::vector<const OrtCustomOp*> RowOperators() {
-  static const Registration<Embed> embed;
-  static const Registration<QuantizedEmbed> quantized;
+  static const Registration<Embed<Float32Embedding>> embed;
+  static const Registration<Embed<Int8Embedding>> quantized_embed;
+  static const Registration<Linear<Float32Inputs>> linear;
+  static const Registration<Linear<Int8Inputs>> quantized_linear;
+  static const Registration<Linear<Int4Inputs>> nibble_linear;
   static const Registration<AddNorm> norm;
-  return {&embed, &quantized, &norm};
+  return {&embed, &quantized_embed, &linear, &quantized_linear, &nibble_linear, &norm};
 }
 
 }  // namespace antiphon

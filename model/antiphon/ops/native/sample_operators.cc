@@ -250,56 +250,67 @@ void SampleAll(const Call& call, const SamplingArrays& sampling, int64_t vocab, 
   }
 }
 
-class Sample {
+// The packed weight of the product to logits, by precision, and the product of a chunk of its columns.
+class Float32Logits {
  public:
   static constexpr const char* kName = "Sample";
-  static constexpr Port kInputs[] = {
-      // hidden, weight; positions, then those of SamplingArrays; bias
-      {kFloat32}, {kFloat32},
-      {kInt32}, {kInt32}, {kFloat32}, {kInt64}, {kInt32}, {kInt32}, {kFloat32}, {kFloat32, kOptional}};
+  static constexpr std::array<Port, 1> kPorts = {{{kFloat32}}};
+
+  Float32Logits(const Call& call, const Tensor& bias, int64_t inputs, int64_t vocab)
+      : weight_(CheckedWeight(call.Input(1, "weight", 3), bias, inputs, vocab)) {}
+
+  void Sample(const Call& call, const SamplingArrays& sampling, const float* hidden) const {
+    SampleAll(call, sampling, weight_.outputs, [&](int64_t begin, int64_t end, float* out) {
+      ActiveKernels().float_product(hidden, sampling.count(), weight_, Activation::kNone, begin, end, out, kChunk);
+    });
+  }
+
+ private:
+  FloatWeight weight_;
+};
+
+class Int8Logits {
+ public:
+  static constexpr const char* kName = "QuantizedSample";
+  static constexpr std::array<Port, 3> kPorts = {{{kInt8}, {kFloat32}, {kInt32}}};
+
+  Int8Logits(const Call& call, const Tensor& bias, int64_t inputs, int64_t vocab)
+      : weight_(CheckedWeight(call.Input(1, "weight", 4), call.Input(2, "scales", 1), call.Input(3, "column_sums", 1),
+                              bias, inputs, vocab)),
+        inputs_(inputs) {}
+
+  void Sample(const Call& call, const SamplingArrays& sampling, const float* hidden) const {
+    const QuantizedBuffer buffer(sampling.count(), weight_.padded_inputs);
+    QuantizeAll(call, hidden, inputs_, weight_.padded_inputs, buffer.rows());
+    SampleAll(call, sampling, weight_.outputs, [&](int64_t begin, int64_t end, float* out) {
+      ActiveKernels().quantized_product(buffer.rows(), weight_, Activation::kNone, begin, end, out, kChunk);
+    });
+  }
+
+ private:
+  QuantizedWeight weight_;
+  int64_t inputs_;
+};
+
+template <typename Product>
+class Sample {
+ public:
+  static constexpr const char* kName = Product::kName;
+  // hidden, the weight; positions, then those of SamplingArrays; bias
+  static constexpr auto kInputs = JoinPorts(
+      std::array<Port, 1>{{{kFloat32}}}, Product::kPorts,
+      std::array<Port, 8>{
+          {{kInt32}, {kInt32}, {kFloat32}, {kInt64}, {kInt32}, {kInt32}, {kFloat32}, {kFloat32, kOptional}}});
   static constexpr Port kOutputs[] = {{kInt64}, {kFloat32}, {kInt64}, {kFloat32}, {kFloat32}};
 
   explicit Sample(const Attributes& attributes) : vocab_(attributes.Size("vocab")) {}
 
   void Run(const Call& call) const {
     const Tensor hidden = call.Input(0, "hidden", 2);
-    const FloatWeight weight =
-        CheckedWeight(call.Input(1, "weight", 3), call.OptionalInput(9, "bias", 1), hidden.dims[1], vocab_);
-    const SamplingArrays sampling(call, 2, hidden.dims[0], vocab_);
+    const Product product(call, call.OptionalInput(kInputs.size() - 1, "bias", 1), hidden.dims[1], vocab_);
+    const SamplingArrays sampling(call, 1 + Product::kPorts.size(), hidden.dims[0], vocab_);
     const PickedHidden picked(hidden, sampling);
-    SampleAll(call, sampling, vocab_, [&](int64_t begin, int64_t end, float* out) {
-      ActiveKernels().float_product(picked.data(), sampling.count(), weight, Activation::kNone, begin, end, out,
-                                    kChunk);
-    });
-  }
-
- private:
-  int64_t vocab_;
-};
-
-class QuantizedSample {
- public:
-  static constexpr const char* kName = "QuantizedSample";
-  static constexpr Port kInputs[] = {
-      // hidden, weight, scales, column_sums; positions, then those of SamplingArrays; bias
-      {kFloat32}, {kInt8}, {kFloat32}, {kInt32},
-      {kInt32}, {kInt32}, {kFloat32}, {kInt64}, {kInt32}, {kInt32}, {kFloat32}, {kFloat32, kOptional}};
-  static constexpr Port kOutputs[] = {{kInt64}, {kFloat32}, {kInt64}, {kFloat32}, {kFloat32}};
-
-  explicit QuantizedSample(const Attributes& attributes) : vocab_(attributes.Size("vocab")) {}
-
-  void Run(const Call& call) const {
-    const Tensor hidden = call.Input(0, "hidden", 2);
-    const QuantizedWeight weight =
-        CheckedWeight(call.Input(1, "weight", 4), call.Input(2, "scales", 1), call.Input(3, "column_sums", 1),
-                      call.OptionalInput(11, "bias", 1), hidden.dims[1], vocab_);
-    const SamplingArrays sampling(call, 4, hidden.dims[0], vocab_);
-    const PickedHidden picked(hidden, sampling);
-    const QuantizedBuffer buffer(sampling.count(), weight.padded_inputs);
-    QuantizeAll(call, picked.data(), hidden.dims[1], weight.padded_inputs, buffer.rows());
-    SampleAll(call, sampling, vocab_, [&](int64_t begin, int64_t end, float* out) {
-      ActiveKernels().quantized_product(buffer.rows(), weight, Activation::kNone, begin, end, out, kChunk);
-    });
+    product.Sample(call, sampling, picked.data());
   }
 
  private:
@@ -309,8 +320,8 @@ class QuantizedSample {
 }  // namespace
 
 std::vector<const OrtCustomOp*> SampleOperators() {
-  static const Registration<Sample> sample;
-  static const Registration<QuantizedSample> quantized;
+  static const Registration<Sample<Float32Logits>> sample;
+  static const Registration<Sample<Int8Logits>> quantized;
   return {&sample, &quantized};
 }
 

@@ -7,7 +7,7 @@
 #include "packed_heads.h"
 #include "paged_rows.h"
 #include "residual_norm.h"
-#include "rotary_table.h"
+#include "rotation.h"
 #include "weight_inputs.h"
 
 namespace antiphon {
@@ -162,89 +162,69 @@ class PackedAttentionSublayer {
   int64_t projected_;
 };
 
-// norm(residual + attention of rows over their own blocks), after appending their new tokens.
-template <typename Inputs>
-class PagedSelfAttentionSublayer {
+// norm(residual + attention of rows over blocks): over their own ones, or over those of their sources. Attention is
+// SelfAttention or CrossAttention.
+template <typename Inputs, typename Attention>
+class PagedSublayer {
  public:
+  static constexpr const char* kName = Attention::kNames[Inputs::kPrecision];
+  static constexpr auto kInputs = SublayerPorts<Inputs>(Attention::kPorts);
+  static constexpr Port kOutputs[] = {{kFloat32}, {kFloat32, kOptional}};
+
+  explicit PagedSublayer(const Attributes& attributes)
+      : norm_(attributes),
+        heads_(attributes.Size("num_heads")),
+        scale_(attributes.Float("scale")),
+        layer_(attributes.Int("layer")),
+        projected_(attributes.Size(Attention::kWidth)) {}
+
+  void Run(const Call& call) const {
+    const int64_t width = HeadWidth(Attention::kWidth, projected_, Attention::kParts, heads_);
+    const Pool pool(call.Input(At<Inputs>::kOthers, "cache", 5), layer_, heads_, width);
+    pool.is_half ? Attend<uint16_t>(call, pool, width) : Attend<float>(call, pool, width);
+  }
+
+ private:
+  template <typename Element>
+  void Attend(const Call& call, const Pool& pool, int64_t width) const {
+    const int64_t tokens = call.Input(0, "x", 2).dims[0];
+    const typename Attention::template Rows<Element> rows(call, At<Inputs>::kOthers, pool, tokens, width, scale_);
+    const AttentionProducts<Inputs> products(call, norm_, Attention::kPrefix, projected_, heads_ * width);
+    products.Run(call, [&](float* projected, float* out) { rows.Attend(call, projected, out); });
+  }
+
+  NormKind norm_;
+  int64_t heads_;
+  float scale_;
+  int64_t layer_;
+  int64_t projected_;
+};
+
+// Rows append their new tokens, then attend over all their positions.
+struct SelfAttention {
   static constexpr const char* kNames[] = {"PagedSelfAttentionSublayer", "QuantizedPagedSelfAttentionSublayer",
                                            "NibblePagedSelfAttentionSublayer"};
-  static constexpr const char* kName = kNames[Inputs::kPrecision];
-  static constexpr auto kInputs =
-      SublayerPorts<Inputs>(JoinPorts(kSelfRowsPorts, std::array<Port, 1>{{{kFloat32, kOptional}}}));
-  static constexpr Port kOutputs[] = {{kFloat32}, {kFloat32, kOptional}};
-
-  explicit PagedSelfAttentionSublayer(const Attributes& attributes)
-      : norm_(attributes),
-        heads_(attributes.Size("num_heads")),
-        scale_(attributes.Float("scale")),
-        layer_(attributes.Int("layer")),
-        projected_(attributes.Size("qkv_width")) {}
-
-  void Run(const Call& call) const {
-    const int64_t width = HeadWidth("qkv_width", projected_, 3, heads_);
-    const Pool pool(call.Input(At<Inputs>::kOthers, "cache", 5), layer_, heads_, width);
-    pool.is_half ? Attend<uint16_t>(call, pool, width) : Attend<float>(call, pool, width);
-  }
-
- private:
+  static constexpr const char *kPrefix = "qkv_", *kWidth = "qkv_width";
+  static constexpr int64_t kParts = 3;  // queries, keys and values
+  static constexpr auto kPorts = kSelfRowsPorts;
   template <typename Element>
-  void Attend(const Call& call, const Pool& pool, int64_t width) const {
-    const int64_t tokens = call.Input(0, "x", 2).dims[0];
-    const SelfRows<Element> rows(call, At<Inputs>::kOthers, pool, tokens, width, scale_);
-    constexpr size_t kCache = At<Inputs>::kOthers;
-    const Rotation rotation(call, kCache + 3, kCache + kSelfRowsPorts.size(), tokens, width);
-    const AttentionProducts<Inputs> products(call, norm_, "qkv_", projected_, heads_ * width);
-    products.Run(call, [&](float* qkv, float* out) {
-      rotation.Run(call, heads_, qkv);
-      rows.Attend(call, qkv, out);
-    });
-  }
-
-  NormKind norm_;
-  int64_t heads_;
-  float scale_;
-  int64_t layer_;
-  int64_t projected_;
+  using Rows = SelfRows<Element>;
 };
 
-// norm(residual + attention of rows over their sources).
-template <typename Inputs>
-class PagedCrossAttentionSublayer {
- public:
+struct CrossAttention {
   static constexpr const char* kNames[] = {"PagedCrossAttentionSublayer", "QuantizedPagedCrossAttentionSublayer",
                                            "NibblePagedCrossAttentionSublayer"};
-  static constexpr const char* kName = kNames[Inputs::kPrecision];
-  static constexpr auto kInputs = SublayerPorts<Inputs>(kCrossRowsPorts);
-  static constexpr Port kOutputs[] = {{kFloat32}, {kFloat32, kOptional}};
-
-  explicit PagedCrossAttentionSublayer(const Attributes& attributes)
-      : norm_(attributes),
-        heads_(attributes.Size("num_heads")),
-        scale_(attributes.Float("scale")),
-        layer_(attributes.Int("layer")),
-        projected_(attributes.Size("query_width")) {}
-
-  void Run(const Call& call) const {
-    const int64_t width = HeadWidth("query_width", projected_, 1, heads_);
-    const Pool pool(call.Input(At<Inputs>::kOthers, "cache", 5), layer_, heads_, width);
-    pool.is_half ? Attend<uint16_t>(call, pool, width) : Attend<float>(call, pool, width);
-  }
-
- private:
+  static constexpr const char *kPrefix = "query_", *kWidth = "query_width";
+  static constexpr int64_t kParts = 1;
+  static constexpr auto kPorts = kCrossRowsPorts;
   template <typename Element>
-  void Attend(const Call& call, const Pool& pool, int64_t width) const {
-    const int64_t tokens = call.Input(0, "x", 2).dims[0];
-    const CrossRows<Element> rows(call, At<Inputs>::kOthers, pool, tokens, width, scale_);
-    const AttentionProducts<Inputs> products(call, norm_, "query_", projected_, projected_);
-    products.Run(call, [&](const float* query, float* out) { rows.Attend(call, query, out); });
-  }
-
-  NormKind norm_;
-  int64_t heads_;
-  float scale_;
-  int64_t layer_;
-  int64_t projected_;
+  using Rows = CrossRows<Element>;
 };
+
+template <typename Inputs>
+using PagedSelfAttentionSublayer = PagedSublayer<Inputs, SelfAttention>;
+template <typename Inputs>
+using PagedCrossAttentionSublayer = PagedSublayer<Inputs, CrossAttention>;
 
 template <template <typename> typename Sublayer>
 void AddAllPrecisions(std::vector<const OrtCustomOp*>* operators) {
