@@ -88,9 +88,9 @@ def test_workspace_refuses_the_library_of_another_antiphon(tmp_path: Path) -> No
 def test_workspace_reports_why_the_library_refuses_an_onnx_runtime() -> None:
     class Options:
         def register_custom_ops_library(self, path: str) -> None:
-            raise RuntimeError("[ONNXRuntimeError] : 1 : FAIL : works with ONNX Runtime 1.31.x, not 1.40.2")
+            raise RuntimeError("[ONNXRuntimeError] : 1 : FAIL : needs ONNX Runtime 1.18 or newer, not 1.17.3")
 
-    with pytest.raises(WorkspaceError, match=r"_native\.so cannot be used: works with ONNX Runtime 1\.31\.x, not"):
+    with pytest.raises(WorkspaceError, match=r"_native\.so cannot be used: needs ONNX Runtime 1\.18 or newer, not"):
         Workspace().attach(Options())
 
 

@@ -27,7 +27,7 @@ struct Tensor {
   static constexpr size_t kMaxRank = 8;
 
   void* data = nullptr;
-  int type = kAnyElement;
+  ElementType type = kAnyElement;
   size_t rank = 0;
   std::array<int64_t, kMaxRank> dims{};
 
@@ -120,7 +120,7 @@ void Require(bool ok, const char* name, int64_t value, const Allowed& allowed) {
 
 struct Port {
   ElementType type;
-  int characteristic = kRequired;
+  OrtCustomOpInputOutputCharacteristic characteristic = kRequired;
 };
 
 // The ports of several arrays, one after another.
@@ -155,13 +155,13 @@ class Registration : public OrtCustomOp {
     version = kOrtApiVersion;
     GetName = [](const OrtCustomOp*) { return Operator::kName; };
     GetExecutionProviderType = [](const OrtCustomOp*) { return ProviderOf<Operator>::kName; };
-    GetInputType = [](const OrtCustomOp*, size_t index) -> int { return Operator::kInputs[index].type; };
+    GetInputType = [](const OrtCustomOp*, size_t index) { return Operator::kInputs[index].type; };
     GetInputTypeCount = [](const OrtCustomOp*) { return std::size(Operator::kInputs); };
-    GetOutputType = [](const OrtCustomOp*, size_t index) -> int { return Operator::kOutputs[index].type; };
+    GetOutputType = [](const OrtCustomOp*, size_t index) { return Operator::kOutputs[index].type; };
     GetOutputTypeCount = [](const OrtCustomOp*) { return std::size(Operator::kOutputs); };
     GetInputCharacteristic = [](const OrtCustomOp*, size_t index) { return Operator::kInputs[index].characteristic; };
     GetOutputCharacteristic = [](const OrtCustomOp*, size_t index) { return Operator::kOutputs[index].characteristic; };
-    GetInputMemoryType = [](const OrtCustomOp*, size_t) { return kOrtMemTypeDefault; };
+    GetInputMemoryType = [](const OrtCustomOp*, size_t) { return OrtMemTypeDefault; };
     GetVariadicInputMinArity = GetVariadicInputHomogeneity = [](const OrtCustomOp*) { return 1; };
     GetVariadicOutputMinArity = GetVariadicOutputHomogeneity = [](const OrtCustomOp*) { return 1; };
     GetStartVersion = GetEndVersion = [](const OrtCustomOp*) { return 1; };
@@ -191,9 +191,9 @@ class Registration : public OrtCustomOp {
       body();
       return nullptr;
     } catch (const OperatorError& error) {
-      return api->CreateStatus(kOrtInvalidArgument, Message(error).c_str());
+      return api->CreateStatus(ORT_INVALID_ARGUMENT, Message(error).c_str());
     } catch (const std::exception& error) {
-      return api->CreateStatus(kOrtFail, Message(error).c_str());
+      return api->CreateStatus(ORT_FAIL, Message(error).c_str());
     }
   }
 

@@ -2,7 +2,6 @@
 
 #include <dlfcn.h>
 
-#include <cstring>
 #include <mutex>
 #include <string>
 #include <utility>
@@ -71,8 +70,8 @@ OrtStatus* RegisterOnce(const OrtApi* api) {
   if (registered) return nullptr;
   KeepLoaded();
   OrtEnv* env = nullptr;  // the process has one; this reference is never released
-  if (OrtStatus* failed = api->CreateEnv(kOrtLoggingWarning, "antiphon", &env)) return failed;
-  if (OrtStatus* failed = api->CreateCpuMemoryInfo(kOrtDeviceAllocator, kOrtMemTypeDefault, &g_memory_info)) {
+  if (OrtStatus* failed = api->CreateEnv(ORT_LOGGING_LEVEL_WARNING, "antiphon", &env)) return failed;
+  if (OrtStatus* failed = api->CreateCpuMemoryInfo(OrtDeviceAllocator, OrtMemTypeDefault, &g_memory_info)) {
     return failed;
   }
   if (OrtStatus* failed = api->RegisterAllocator(env, &g_allocator)) return failed;
@@ -138,7 +137,7 @@ OrtStatus* AddOperators(const OrtApi* api, OrtSessionOptions* options) {
   try {
     antiphon::ActiveKernels();  // refuses a wrong ANTIPHON_CPU here, not in the first run
   } catch (const std::exception& error) {
-    return api->CreateStatus(kOrtFail, error.what());
+    return api->CreateStatus(ORT_FAIL, error.what());
   }
   OrtCustomOpDomain* domain = nullptr;
   if (OrtStatus* failed = BuildDomain(api, &domain)) return failed;
@@ -149,12 +148,11 @@ OrtStatus* AddOperators(const OrtApi* api, OrtSessionOptions* options) {
 
 ANTIPHON_EXPORT OrtStatus* RegisterCustomOps(OrtSessionOptions* options, const OrtApiBase* base) {
   const OrtApi* api = base->GetApi(kOrtApiVersion);
-  if (api == nullptr) return nullptr;  // a release too old to create our OrtStatus: registers nothing
-  const char* version = base->GetVersionString();
-  if (std::strncmp(version, kSupportedRuntime, std::strlen(kSupportedRuntime)) != 0) {
-    const std::string message = std::string("this build of Antiphon's native library works with ONNX Runtime ") +
-                                kSupportedRuntime + "x, not " + version;
-    return api->CreateStatus(kOrtFail, message.c_str());
+  if (api == nullptr) {
+    const std::string message = "this build of Antiphon's native library needs ONNX Runtime 1." +
+                                std::to_string(kOrtApiVersion) + " or newer, not " + base->GetVersionString();
+    const OrtApi* first = base->GetApi(1);
+    return first == nullptr ? nullptr : first->CreateStatus(ORT_FAIL, message.c_str());
   }
   if (OrtStatus* failed = RegisterOnce(api)) return failed;
   return AddOperators(api, options);
