@@ -113,25 +113,25 @@ def read_lora_config(folder: Path) -> LoraConfig:
     path = folder / CONFIG_NAME
     if not path.is_file():
         raise SourceError(f"{folder} is not an adapter's directory: it has no {CONFIG_NAME}, which peft writes")
-    given = read_json(path)
-    _refuse_unsupported(path, given)
+    stated = read_json(path)
+    _refuse_unsupported(path, stated)
     try:
-        return LoraConfig.model_validate({name: value for name, value in given.items() if value is not None})
+        return LoraConfig.model_validate({name: value for name, value in stated.items() if value is not None})
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"] if part != "[key]")
         raise SourceError(f"{path}: {field} is {_shown(first['input'])}: {first['msg']}") from None
 
 
-def _refuse_unsupported(path: Path, given: dict[str, Any]) -> None:
+def _refuse_unsupported(path: Path, stated: dict[str, Any]) -> None:
     for name, supported in _SUPPORTED.items():
-        value = given.get(name, None if name == "peft_type" else supported[0])
+        value = stated.get(name, None if name == "peft_type" else supported[0])
         if value not in supported:
             raise SourceError(f"{path}: {name} is {_shown(value)}; supported: {', '.join(map(_shown, supported))}")
     known = {*LoraConfig.model_fields, *_SUPPORTED, *_WITHOUT_EFFECT, "lora_bias"}
-    for name in sorted(given.keys() - known):
-        if given[name]:
-            raise SourceError(f"{path}: {name} is {_shown(given[name])}; supported: only null, false or empty")
+    for name in sorted(stated.keys() - known):
+        if stated[name]:
+            raise SourceError(f"{path}: {name} is {_shown(stated[name])}; supported: only null, false or empty")
 
 
 def _shown(value: object) -> str:
@@ -249,8 +249,8 @@ def open_adapter(folder: Path) -> Adapter:
     with open_tensors(folder, _STEM, _STEM) as weights:
         for name in sorted(weights.names):
             path = _path(folder, name)
-            if found := _PART.fullmatch(path):
-                products.setdefault(found[1], {})[found[2]] = weights.take(name)
+            if match := _PART.fullmatch(path):
+                products.setdefault(match[1], {})[match[2]] = weights.take(name)
             else:
                 replaced[path] = weights.take(name)
     if not products:

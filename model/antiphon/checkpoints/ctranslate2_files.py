@@ -166,9 +166,9 @@ class ModelFile:
             size = self._number("<I") * code
         if dtype is None:
             raise SourceError(f"{self.path}: {name} has the unknown type {code}")
-        wanted = int(np.prod(shape, dtype=np.int64)) * np.dtype(_TYPES[dtype]).itemsize
-        if size != wanted:
-            raise SourceError(f"{self.path}: {name} {list(shape)} has {size} bytes, expected {wanted}")
+        expected = int(np.prod(shape, dtype=np.int64)) * np.dtype(_TYPES[dtype]).itemsize
+        if size != expected:
+            raise SourceError(f"{self.path}: {name} {list(shape)} has {size} bytes, expected {expected}")
         return _Stored(dtype, shape, self._skip(size))
 
     def _number(self, layout: str) -> int:
@@ -278,11 +278,11 @@ def _template(source: Sequence[str], settings: Settings) -> Template:
 
 def _pieces(folder: Path) -> list[str]:
     """Return the SentencePiece models of the directory: one for both sides, or source and target, or none."""
-    found = sorted(path.name for path in folder.iterdir() if path.suffix in _PIECES)
-    if len(found) <= 1 or (len(found) == 2 and found[0].startswith("source") and found[1].startswith("target")):
-        return found
+    names = sorted(path.name for path in folder.iterdir() if path.suffix in _PIECES)
+    if len(names) <= 1 or (len(names) == 2 and names[0].startswith("source") and names[1].startswith("target")):
+        return names
     raise SourceError(
-        f"{folder} has several SentencePiece models: {', '.join(found)}; keep one for both sides, or source and target"
+        f"{folder} has several SentencePiece models: {', '.join(names)}; keep one for both sides, or source and target"
     )
 
 

@@ -162,9 +162,9 @@ def _modules(folder: Path) -> Sequence[_Module]:
             raise SourceError(f"{path}: {kind} is code from outside sentence-transformers, which is never run")
         if not (folder / place).resolve().is_relative_to(folder.resolve()):
             raise SourceError(f"{path}: the path {place!r} is outside the checkpoint's directory")
-    found = [_Module(kind=kind.rpartition(".")[2], folder=folder / place) for kind, place in modules]
-    _check_order(path, found)
-    return [module for module in found if module.kind != "Dropout"]
+    in_order = [_Module(kind=kind.rpartition(".")[2], folder=folder / place) for kind, place in modules]
+    _check_order(path, in_order)
+    return [module for module in in_order if module.kind != "Dropout"]
 
 
 def _check_order(path: Path, modules: Sequence[_Module]) -> None:

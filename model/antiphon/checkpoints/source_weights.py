@@ -213,19 +213,19 @@ class SourceWeights:
         """Return whether an adapter replaces all these tensors by equal ones."""
         if not names <= self._replaced.keys():
             return False
-        first, *others = [self._replaced[name] for name in names]
-        return all(torch.equal(first, other) for other in others)
+        first, *rest = [self._replaced[name] for name in names]
+        return all(torch.equal(first, tensor) for tensor in rest)
 
     def check(self, family: str) -> None:
         """Raise SourceError if tensors were missing, had another shape, or were not used."""
         unused = [name for name in self._readers if name not in self._taken and not self._is_ignored(name)]
         self._check_adapter(family, unused)
         kinds = (("missing", self._missing), ("unexpected", unused), ("of another shape", self._misshapen))
-        found = [f"{len(names)} {kind}: {_listed(names)}" for kind, names in kinds if names]
-        if found:
+        problems = [f"{len(names)} {kind}: {_listed(names)}" for kind, names in kinds if names]
+        if problems:
             adapted = "; the adapter's if its training added layers: modules_to_save must list them"
             raise SourceError(
-                f"the tensors do not fit the {family} model of config.json: {'; '.join(found)}. "
+                f"the tensors do not fit the {family} model of config.json: {'; '.join(problems)}. "
                 f"{_advice(unused)}{adapted if self._changes or self._replaced else ''}."
             )
 
@@ -260,8 +260,8 @@ def _listed(names: Iterable[str]) -> str:
     return f"{', '.join(ordered[:_SHOWN])}{', ...' if len(ordered) > _SHOWN else ''}"
 
 
-def _renamed(held: Mapping[str, _T], rename: Callable[[str], str]) -> dict[str, _T]:
-    return {rename(name): value for name, value in held.items()}
+def _renamed(values: Mapping[str, _T], rename: Callable[[str], str]) -> dict[str, _T]:
+    return {rename(name): value for name, value in values.items()}
 
 
 def open_weights(folder: Path, *, on_meta: bool = False) -> SourceWeights:

@@ -127,11 +127,11 @@ def sentencepiece_format(
     pieces, control = _own_pieces(folder / model, id_offset)
     if vocabulary is not None:
         pieces = _read(folder / vocabulary)
-    given = added_tokens or {}
-    added = {token: index for token, index in settings.added.items() if token not in pieces} | dict(given)
+    own_tokens = added_tokens or {}
+    added = {token: index for token, index in settings.added.items() if token not in pieces} | dict(own_tokens)
     _assign_free_ids((*settings.listed, *special_tokens), pieces, added)
     ids = {**pieces, **added}
-    special = {*settings.special, *special_tokens, *given, *control}
+    special = {*settings.special, *special_tokens, *own_tokens, *control}
     return _format(
         folder / model,
         settings,
@@ -176,10 +176,10 @@ def _format(
     """
     special = set(fields["special_ids"])
     codes = {} if languages is None else _languages(ids, special)
-    given = languages or Languages()
+    facts = languages or Languages()
     mask = settings.token("mask_token")
-    source = (given.source or settings.token("src_lang")) if codes else None
-    target = (given.target or settings.token("tgt_lang")) if codes else None
+    source = (facts.source or settings.token("src_lang")) if codes else None
+    target = (facts.target or settings.token("tgt_lang")) if codes else None
     for name, code in (("src_lang", source), ("tgt_lang", target)):
         if code is not None and code not in codes:
             raise TokenizerError(f"{path}: {name} is {code!r}, which is not one of the {len(codes)} language codes")
@@ -191,15 +191,15 @@ def _format(
         languages=codes,
         default_source_language=source,
         default_target_language=target,
-        target_language_place=given.place if codes else None,
+        target_language_place=facts.place if codes else None,
         mask_id=ids.get(mask) if mask else None,
     )
 
 
 def _languages(ids: Mapping[str, int], special: set[int]) -> dict[str, int]:
     """Return the id of each language token by its language code."""
-    found = ((_LANGUAGE_TOKEN.fullmatch(token), index) for token, index in ids.items())
-    named = [(match, index) for match, index in found if match is not None]
+    matches = ((_LANGUAGE_TOKEN.fullmatch(token), index) for token, index in ids.items())
+    named = [(match, index) for match, index in matches if match is not None]
     codes = {
         match[match.lastgroup or 0]: index
         for match, index in named
@@ -330,11 +330,11 @@ def _content(value: object) -> str | None:
 def _read(path: Path) -> dict[str, Any]:
     """Return the object of a JSON file; empty if the file does not exist. Raises TokenizerError naming the file."""
     try:
-        found = json.loads(path.read_bytes())
+        content = json.loads(path.read_bytes())
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
         raise TokenizerError(f"{path} cannot be read: {error}") from None
-    if not isinstance(found, dict):
-        raise TokenizerError(f"{path} cannot be read: it contains a {type(found).__name__}, expected an object")
-    return found
+    if not isinstance(content, dict):
+        raise TokenizerError(f"{path} cannot be read: it contains a {type(content).__name__}, expected an object")
+    return content

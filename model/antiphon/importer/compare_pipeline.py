@@ -176,18 +176,18 @@ def compare_pipeline(
 ) -> None:
     """Compare the answers of our model to the same texts. Raises VerificationError naming a text and both answers."""
     for answer in answers:
-        found, expected = _ours(model, tokenizer, text, answer), answer
+        ours, expected = _ours(model, tokenizer, text, answer), answer
         if answer.task is None and model.config.embedding is not None:
-            found, expected = _embedded(model, found), _declared(model, expected)
+            ours, expected = _embedded(model, ours), _declared(model, expected)
         size = max(1.0, float(np.abs(expected.values).max(initial=0.0)))
-        are_close = found.values.shape == expected.values.shape and bool(
-            (np.abs(found.values - expected.values) <= _TOLERANCE * size).all()
+        are_close = ours.values.shape == expected.values.shape and bool(
+            (np.abs(ours.values - expected.values) <= _TOLERANCE * size).all()
         )
-        if [*found.labels] != [*expected.labels] or not are_close:
+        if [*ours.labels] != [*expected.labels] or not are_close:
             raise VerificationError(
                 f"the imported model differs from the original: for {answer.text!r}"
                 f"{'' if answer.pair is None else f' and {answer.pair!r}'} the pipeline of transformers gives "
-                f"{_shown(expected)}, and the import {_shown(found)}; --no-verify skips the comparison"
+                f"{_shown(expected)}, and the import {_shown(ours)}; --no-verify skips the comparison"
             )
 
 

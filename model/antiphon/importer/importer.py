@@ -184,9 +184,9 @@ def _convert(source: _Source, options: ImportOptions, text_folder: Path) -> tupl
 
 
 def _provenance(options: ImportOptions, source: _Source) -> Provenance:
-    found = provenance_of(options.source, options.revision, source.folder, source.adapter)
+    provenance = provenance_of(options.source, options.revision, source.folder, source.adapter)
     stated = {"licence": options.licence, "attribution": options.attribution}
-    return found.model_copy(update={name: value for name, value in stated.items() if value})
+    return provenance.model_copy(update={name: value for name, value in stated.items() if value})
 
 
 def _original_tokenizer(source: _Source) -> Any:
@@ -303,9 +303,9 @@ def _with_trained_head(settings: Settings, adapter: Adapter) -> Settings:
     class of the trained model is in adapter_config.json. Number and names of the labels are in the config.json that the
     user saved beside the adapter, because peft does not save them.
     """
-    if found := read_json(adapter.folder / "config.json"):
+    if own := read_json(adapter.folder / "config.json"):
         kept = {name: value for name, value in settings.items() if name not in _OF_LABELS}
-        settings = {**kept, **{name: found[name] for name in _OF_LABELS if name in found}}
+        settings = {**kept, **{name: own[name] for name in _OF_LABELS if name in own}}
     trained = _trained_class(str(settings.get("model_type")), adapter)
     return {**settings, "architectures": [trained]} if trained else settings
 

@@ -342,11 +342,11 @@ def compare_with_original(
     """
     worst: dict[str, float] = {}
     for batch, outputs in zip(batches, expected, strict=True):
-        found = _ours(model, batch)
-        for name in outputs.keys() & found.keys():
+        ours = _ours(model, batch)
+        for name in outputs.keys() & ours.keys():
             is_finite = outputs[name].isfinite()  # a bias of minus infinity suppresses a token, see encoder_decoder.py
             theirs = outputs[name][is_finite]
-            error = (found[name][is_finite] - theirs).abs().max() / theirs.abs().max().clamp(min=1.0)
+            error = (ours[name][is_finite] - theirs).abs().max() / theirs.abs().max().clamp(min=1.0)
             worst[name] = float(np.max([worst.get(name, 0.0), float(error)]))  # nan counts
     limit = TOLERANCES["float32"].max_error
     for name, largest in worst.items():

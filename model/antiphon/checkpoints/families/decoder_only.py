@@ -168,13 +168,13 @@ def _rotation(settings: Settings) -> Settings:
 
     If both exist, rope_scaling is used, as in transformers. Raises SourceError for another type or partial rotation.
     """
-    found = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
-    if not isinstance(found, dict):
-        raise SourceError(f"config.json: rope_scaling or rope_parameters is {found!r}, expected an object")
-    factor = found.get("partial_rotary_factor", settings.get("partial_rotary_factor", 1.0))
+    rotation = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
+    if not isinstance(rotation, dict):
+        raise SourceError(f"config.json: rope_scaling or rope_parameters is {rotation!r}, expected an object")
+    factor = rotation.get("partial_rotary_factor", settings.get("partial_rotary_factor", 1.0))
     if factor != 1.0:
         raise SourceError(f"config.json: partial_rotary_factor is {factor!r}; only 1.0 is supported")
-    return {"rope_theta": setting(settings, "rope_theta", float, default=10000.0)} | found
+    return {"rope_theta": setting(settings, "rope_theta", float, default=10000.0)} | rotation
 
 
 def _scaling(settings: Settings, rotation: Settings) -> dict[str, object] | None:

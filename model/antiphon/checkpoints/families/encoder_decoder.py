@@ -233,7 +233,7 @@ def _marian_text(folder: Path, _: Settings, config: ModelConfig) -> TextFormat:
     before the text.
     """
     own = "target_vocab.json" if (folder / "target_vocab.json").is_file() else "vocab.json"
-    found = sentencepiece_format(
+    format_ = sentencepiece_format(
         folder,
         "source.spm",
         target_model="target.spm",
@@ -243,9 +243,9 @@ def _marian_text(folder: Path, _: Settings, config: ModelConfig) -> TextFormat:
         special_tokens=("</s>", "<unk>", "<pad>"),
         languages=Languages(),
     )
-    if not found.languages:
-        return found
-    return found.model_copy(update=dict(template=("$target_language", *found.template)))
+    if not format_.languages:
+        return format_
+    return format_.model_copy(update=dict(template=("$target_language", *format_.template)))
 
 
 def _configure_m2m100(settings: Settings) -> ModelConfig:
@@ -270,7 +270,7 @@ def _m2m100_text(folder: Path, settings: Settings, config: ModelConfig) -> TextF
         if named.startswith("Nllb") and "$source_language" not in nllb.template:
             nllb = tokenizers_format(folder, languages=languages, template=template)
         return with_default_languages(nllb, "eng_Latn", forced)
-    found = sentencepiece_format(
+    format_ = sentencepiece_format(
         folder,
         "sentencepiece.bpe.model",
         vocabulary="vocab.json",
@@ -278,7 +278,7 @@ def _m2m100_text(folder: Path, settings: Settings, config: ModelConfig) -> TextF
         special_tokens=("<s>", "<pad>", "</s>", "<unk>", *_language_tokens(folder)),
         languages=languages,
     )
-    return with_default_languages(found, "en", forced)
+    return with_default_languages(format_, "en", forced)
 
 
 def _language_tokens(folder: Path) -> list[str]:

@@ -36,7 +36,7 @@ from antiphon.transformer.layers import EncoderLayer, SelfAttention
 from antiphon.transformer.transformer import Transformer
 
 # Key that `resolve` adds to the settings: indices of those EncoderNames.heads whose tensors exist.
-_FOUND = "antiphon_heads"
+_HEADS_KEY = "antiphon_heads"
 _OUTPUTS: Mapping[str, Task] = {"ForSequenceClassification": "classify", "ForTokenClassification": "tag"}
 _WITHOUT_LABELS: tuple[Task, ...] = ("fill_mask", "next_sentence", "pool")
 _HEADS = (*_OUTPUTS, "ForMaskedLM", "ForPreTraining", "ForNextSentencePrediction")
@@ -112,15 +112,15 @@ def resolve(settings: Settings, weights: SourceWeights, names: EncoderNames) -> 
     architecture = str((settings.get("architectures") or [""])[0])
     refuse_head(settings, _HEADS)
     asked = _asked(settings)
-    found: dict[Task, int] = {}
+    existing: dict[Task, int] = {}
     for index, head in enumerate(names.heads):
         if head.marker in weights and head.task in ({"pool", asked} if asked else _WITHOUT_LABELS):
-            found.setdefault(head.task, index)
-    if asked is not None and asked not in found:
+            existing.setdefault(head.task, index)
+    if asked is not None and asked not in existing:
         raise SourceError(f"config.json: architectures names {architecture}, but there are no tensors of its head")
     outputs = [head.output for head in names.heads if head.task == "fill_mask"]
     tied = not any(weights.differ(f"{names.words}.weight", f"{output}.weight") for output in outputs)
-    return {**settings, _FOUND: tuple(found.values()), "tie_word_embeddings": tied}
+    return {**settings, _HEADS_KEY: tuple(existing.values()), "tie_word_embeddings": tied}
 
 
 def _asked(settings: Settings) -> Task | None:
@@ -142,7 +142,7 @@ def _other_heads(settings: Settings, names: EncoderNames) -> list[str]:
 
 
 def _heads_in(settings: Settings, names: EncoderNames) -> list[HeadNames]:
-    return [names.heads[index] for index in settings[_FOUND]]
+    return [names.heads[index] for index in settings[_HEADS_KEY]]
 
 
 def _rename(weights: SourceWeights, names: EncoderNames) -> None:
@@ -311,12 +311,12 @@ def _load_head(model: Transformer, weights: SourceWeights, names: HeadNames) -> 
 
 def text(folder: Path, config: ModelConfig, mask: str) -> TextFormat:
     """Return the text format of a tokenizer.json; `mask` is the mask token if no file names one."""
-    found = tokenizers_format(folder)
+    format_ = tokenizers_format(folder)
     changes: dict[str, Any] = {} if config.token_types else {"pair_start": None}
-    if found.mask_id is None:
+    if format_.mask_id is None:
         added = read_json(folder / "tokenizer.json").get("added_tokens") or []
         changes["mask_id"] = next((token["id"] for token in added if token["content"] == mask), None)
-    return found.model_copy(update=changes)
+    return format_.model_copy(update=changes)
 
 
 def family(
