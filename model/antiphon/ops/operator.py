@@ -151,7 +151,7 @@ class Operator:
         return replace(
             node,
             name=NODE_PREFIXES[precision] + node.name,
-            inputs=tuple(part for given in node.inputs for part in packed.get(given.name, (given,))),
+            inputs=tuple(part for port in node.inputs for part in packed.get(port.name, (port,))),
             attributes=(*node.attributes, *sizes),
         )
 
@@ -186,7 +186,7 @@ def register(operator: Operator) -> Callable[[Callable[..., Any]], Callable[...,
 
 def torch_schema(operator: Operator) -> str:
     """Return the signature in PyTorch's schema language."""
-    inputs = [f"Tensor{'?' if given.optional else ''} {given.name}" for given in operator.inputs]
+    inputs = [f"Tensor{'?' if port.optional else ''} {port.name}" for port in operator.inputs]
     attributes = [f"{attribute.type.__name__} {attribute.name}" for attribute in operator.attributes]
     parameters = [*inputs, "*", *attributes] if attributes else inputs
     outputs = ", ".join("Tensor" for _ in operator.outputs)
@@ -246,17 +246,17 @@ def _fake(operator: Operator) -> Callable[..., Any]:
     names = [port.name for port in operator.inputs]
 
     def infer(*operands: Tensor | None, **_attributes: object) -> Tensor | tuple[Tensor, ...]:
-        given = dict(zip(names, operands, strict=True))
-        shapes = operator.shapes(given)
-        results = [_empty(operator, given, *pair) for pair in zip(operator.outputs, shapes, strict=True)]
+        inputs = dict(zip(names, operands, strict=True))
+        shapes = operator.shapes(inputs)
+        results = [_empty(operator, inputs, *pair) for pair in zip(operator.outputs, shapes, strict=True)]
         return results[0] if len(results) == 1 else tuple(results)
 
     return infer
 
 
-def _empty(operator: Operator, given: Mapping[str, Tensor | None], output: Output, shape: Shape) -> Tensor:
+def _empty(operator: Operator, inputs: Mapping[str, Tensor | None], output: Output, shape: Shape) -> Tensor:
     """Return a tensor of the type of the first input of the output's kind."""
-    like = next(given[port.name] for port in operator.inputs if port.kind == output.kind)
+    like = next(inputs[port.name] for port in operator.inputs if port.kind == output.kind)
     assert like is not None, f"{operator.name}: the first input of kind {output.kind} must not be optional"
     return like.new_empty(tuple(shape))
 

@@ -92,23 +92,26 @@ class CudaGraph:
 
     def add(self, node: Node, inputs: Mapping[str, ir.Value | None], **attributes: Any) -> Sequence[ir.Value]:
         """Add a node of nodes.py, given its inputs and attributes by name, and return all its outputs."""
-        names = [given.name for given in node.inputs]
+        names = [port.name for port in node.inputs]
         assert inputs.keys() <= set(names), f"{node.name} has no inputs {sorted(inputs.keys() - set(names))}"
-        assert attributes.keys() == {each.name for each in node.attributes}, f"{node.name}: {sorted(attributes)}"
+        assert attributes.keys() == {attribute.name for attribute in node.attributes}, (
+            f"{node.name}: {sorted(attributes)}"
+        )
         values = [inputs.get(name) for name in names]
         while values[-1] is None:
             values.pop()
-        given = [
-            ir.Attr(each.name, _ATTRIBUTES[each.type], each.type(attributes[each.name])) for each in node.attributes
+        constants = [
+            ir.Attr(declared.name, _ATTRIBUTES[declared.type], declared.type(attributes[declared.name]))
+            for declared in node.attributes
         ]
         outputs = [self._value(_FIXED_TYPES.get(output.kind, self.element)) for output in node.outputs]
-        self._nodes.append(ir.Node(DOMAIN, node.name, values, given, outputs=outputs))
+        self._nodes.append(ir.Node(DOMAIN, node.name, values, constants, outputs=outputs))
         return outputs
 
     def activate(self, state: State, *, activation: str = "none", gated: bool = False) -> ir.Value:
         """Add the activation of a product with its bias."""
-        given = {"x": state.value, "bias": state.bias}
-        return self.add(nodes.ACTIVATE, given, activation=activation, gated=gated)[0]
+        inputs = {"x": state.value, "bias": state.bias}
+        return self.add(nodes.ACTIVATE, inputs, activation=activation, gated=gated)[0]
 
     def plain(self, state: State) -> ir.Value:
         """Return a state with its bias added, for readers that add none."""

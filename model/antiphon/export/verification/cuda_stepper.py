@@ -81,13 +81,13 @@ class CudaEvaluator:
         if sorted(inputs) != sorted(self.input_names):
             raise ValueError(f"the graph has inputs {sorted(self.input_names)}, not {sorted(inputs)}")
         for value in self._graph.inputs:
-            given, axes = inputs[str(value.name)], tuple(value.shape or ())
-            fits = len(axes) == given.ndim and all(
-                not isinstance(axis, int) or axis == size for axis, size in zip(axes, given.shape, strict=True)
+            tensor, axes = inputs[str(value.name)], tuple(value.shape or ())
+            fits = len(axes) == tensor.ndim and all(
+                not isinstance(axis, int) or axis == size for axis, size in zip(axes, tensor.shape, strict=True)
             )
-            if value.dtype is None or given.dtype != to_torch_dtype(value.dtype) or not fits:
+            if value.dtype is None or tensor.dtype != to_torch_dtype(value.dtype) or not fits:
                 raise ValueError(
-                    f"{value.name} is {given.dtype} {tuple(given.shape)}; the graph needs {value.dtype} {axes}"
+                    f"{value.name} is {tensor.dtype} {tuple(tensor.shape)}; the graph needs {value.dtype} {axes}"
                 )
 
 
@@ -143,8 +143,8 @@ class CudaStepper:
         sequences = reserve(lens, capacity, cuda_pool_axes(self._config), self._decoder.element.numpy())
         if self._encoder is not None:
             rows = np.repeat(np.arange(len(lens)), lens)
-            given = {"rows": _padded(rows, 0), "tables": sequences.cross_tables, "cache": sequences.cache}
-            self._encoder.run(_tensors({**packed_sources(sources), **given}))
+            feeds = {"rows": _padded(rows, 0), "tables": sequences.cross_tables, "cache": sequences.cache}
+            self._encoder.run(_tensors({**packed_sources(sources), **feeds}))
         return sequences
 
     def step(self, sequences: Sequences, tokens: Sequence[Ids], starts: Lens) -> Floats:
@@ -155,7 +155,7 @@ class CudaStepper:
             [np.arange(start, start + len(row)) for start, row in zip(starts, tokens, strict=True)]
         )
         rows = np.repeat(np.arange(len(tokens)), counts)
-        given = {
+        feeds = {
             "tokens": _padded(np.concatenate([[PREVIOUS, *row[1:]] for row in tokens]), 0),
             "positions": _padded(positions, PADDING),
             "rows": _padded(rows, 0),
@@ -170,7 +170,7 @@ class CudaStepper:
             "cache": sequences.cache,
             **sampling_inputs(whole_vocabulary(last.astype(np.int32), self._config.vocab_size)),
         }
-        outputs = self._decoder.run(_tensors({name: given[name] for name in self._decoder.input_names}))
+        outputs = self._decoder.run(_tensors({name: feeds[name] for name in self._decoder.input_names}))
         return listed_logprobs(**{name: output.numpy() for name, output in outputs.items()})
 
 
@@ -184,12 +184,12 @@ class CudaEncoder:
 
     def encode(self, sources: Sequence[Ids], types: Sequence[Ids] | None = None) -> list[Floats]:
         """Return float32 states [S, M] of each source [S], all encoded in one packed batch, as NativeEncoder does."""
-        given = packed_sources(sources)
+        feeds = packed_sources(sources)
         if self._config.token_types:
             kinds = np.zeros(sum(map(len, sources)), np.int32) if types is None else np.concatenate(types)
-            given["types"] = _padded(kinds, 0)
-        memory = self._encoder.run(_tensors(given))["memory"].float().numpy()
-        return np.split(memory[:-1], given["offsets"][1:-1])
+            feeds["types"] = _padded(kinds, 0)
+        memory = self._encoder.run(_tensors(feeds))["memory"].float().numpy()
+        return np.split(memory[:-1], feeds["offsets"][1:-1])
 
     def read_out(self, task: Task, hidden: Floats) -> Floats:
         """Return the outputs [K, O] of a task's head for states [K, M], float32."""

@@ -134,12 +134,12 @@ def read_library(path: Path) -> list[Image]:
     """Read the images of a file that this version wrote."""
     header, _, images = path.read_bytes().partition(b"\n\n")
     by_name = {variant.name: variant for variant in variants()}
-    found = []
+    read = []
     for line in header.decode("ascii").splitlines()[1:]:
         name, num_warps, shared_bytes, offset, size, *_ = line.split()
         code = images[int(offset) : int(offset) + int(size)]
-        found.append(Image(variant=by_name[name], code=code, num_warps=int(num_warps), shared_bytes=int(shared_bytes)))
-    return found
+        read.append(Image(variant=by_name[name], code=code, num_warps=int(num_warps), shared_bytes=int(shared_bytes)))
+    return read
 
 
 def _cuobjdump(option: str, code: bytes) -> str:

@@ -59,7 +59,7 @@ def node_header() -> str:
 
 
 def _struct(node: CudaNode) -> Iterator[str]:
-    inputs = ", ".join(_port(given) for given in node.inputs)
+    inputs = ", ".join(_port(port) for port in node.inputs)
     kernels = ", ".join(f'{{"{kernel.name}", "{node.signature(kernel)}"}}' for kernel in node.kernels)
     yield f"template <ElementType T> struct {node.name}Node {{"
     yield "static constexpr ElementType kElement = T;"
@@ -95,24 +95,24 @@ def _read(attribute: Attribute) -> str:
 
 def _inputs(node: CudaNode) -> Iterator[str]:
     reads = (
-        f'{given.name}(call.{"OptionalInput" if given.optional else "Input"}({index}, "{given.name}",'
-        f" {len(given.axes.split(', '))}))"
-        for index, given in enumerate(node.inputs)
+        f'{port.name}(call.{"OptionalInput" if port.optional else "Input"}({index}, "{port.name}",'
+        f" {len(port.axes.split(', '))}))"
+        for index, port in enumerate(node.inputs)
     )
     yield "struct Inputs {"
-    yield f"Inputs(const Call& call, const Settings& given) : {', '.join(reads)} {{ (void)given;"
+    yield f"Inputs(const Call& call, const Settings& settings) : {', '.join(reads)} {{ (void)settings;"
     letters, statements = _checks(node)
     yield from statements
     yield "}"
-    yield f"Tensor {', '.join(given.name for given in node.inputs)};"
+    yield f"Tensor {', '.join(port.name for port in node.inputs)};"
     yield f"int64_t {', '.join(letters)};"
     yield "};"
 
 
 def _checks(node: CudaNode) -> tuple[list[str], list[str]]:
     """Return the letters whose sizes are known, and the statements that set them and refuse other sizes."""
-    axes = [(given, index, text) for given in node.inputs for index, text in enumerate(given.axes.split(", "))]
-    known = {attribute.meaning: f"given.{attribute.name}" for attribute in node.attributes}
+    axes = [(port, index, text) for port in node.inputs for index, text in enumerate(port.axes.split(", "))]
+    known = {attribute.meaning: f"settings.{attribute.name}" for attribute in node.attributes}
     letters: list[str] = []
     statements: list[str] = []
 
@@ -122,48 +122,48 @@ def _checks(node: CudaNode) -> tuple[list[str], list[str]]:
         statements.append(f"{letter} = {size};")
 
     defining = set()
-    for given, index, text in axes:
-        if re.fullmatch("[A-Za-z]", text) and text not in known and not given.optional:
-            define(text, f"{given.name}.dims[{index}]")
-            defining.add((given.name, index))
-    for given, index, text in axes:
-        axis, factors = f"{given.name}.dims[{index}]", text.split()
+    for port, index, text in axes:
+        if re.fullmatch("[A-Za-z]", text) and text not in known and not port.optional:
+            define(text, f"{port.name}.dims[{index}]")
+            defining.add((port.name, index))
+    for port, index, text in axes:
+        axis, factors = f"{port.name}.dims[{index}]", text.split()
         unknown = [factor for factor in factors if factor not in known and not factor.isdigit()]
-        if (given.name, index) in defining:
+        if (port.name, index) in defining:
             continue
         if text in known:
             size = known[text]
         elif (base := text.removesuffix(" + 1")) in known:
             size = f"{known[base]} + 1"
-        elif all(re.fullmatch("[0-9]+|[A-Z]", factor) for factor in factors) and len(unknown) <= (not given.optional):
+        elif all(re.fullmatch("[0-9]+|[A-Z]", factor) for factor in factors) and len(unknown) <= (not port.optional):
             for letter in unknown:
                 divisor = " * ".join(known.get(factor, factor) for factor in factors if factor != letter)
                 define(letter, f"{axis} / std::max<int64_t>({divisor}, 1)")
             size = " * ".join(known.get(factor, factor) for factor in factors)
         else:
-            known |= {} if given.optional else {text: axis}
+            known |= {} if port.optional else {text: axis}
             continue
-        statements.append(f'RequireSize("{given.name}", {given.name}, {index}, {size});')
+        statements.append(f'RequireSize("{port.name}", {port.name}, {index}, {size});')
     return letters, statements
 
 
 def _launch(node: CudaNode, kernel: Kernel) -> Iterator[str]:
     """Yield the function that lists the values of a launch; what is neither input nor attribute is its argument."""
-    inputs = {given.name for given in node.inputs}
+    inputs = {port.name for port in node.inputs}
     numbers = {attribute.name for attribute in node.attributes if attribute.type in (int, float)}
-    parameters, arguments, values = node.parameters(kernel), ["const Settings& given", "const Inputs& in"], []
+    parameters, arguments, values = node.parameters(kernel), ["const Settings& settings", "const Inputs& in"], []
     for parameter in parameters:
         if parameter.name in inputs:
             values.append(f"in.{parameter.name}.data")
         elif parameter.name in numbers:
-            values.append(f"given.{parameter.name}")
+            values.append(f"settings.{parameter.name}")
         elif parameter.name == "flags":
             values.append(f"Flags({{{', '.join(_flag(flag, inputs) for flag in kernel.flags)}}})")
         else:
             arguments.append(f"{_argument_type(parameter)} {parameter.name}")
             values.append(parameter.name)
     function = "".join(word.capitalize() for word in kernel.name.split("_"))
-    yield f"static KernelCall<{len(parameters)}> {function}({', '.join(arguments)}) {{ (void)given; (void)in;"
+    yield f"static KernelCall<{len(parameters)}> {function}({', '.join(arguments)}) {{ (void)settings; (void)in;"
     yield f'return {{"{kernel.name}", {{{", ".join(values)}}}}}; }}'
 
 
@@ -174,8 +174,8 @@ def _argument_type(parameter: Parameter) -> str:
 def _flag(flag: str, inputs: set[str]) -> str:
     name, is_compared, value = flag.partition("=")
     if is_compared:
-        return f'given.{name} == "{value}"'
-    return " && ".join(f"bool(in.{part})" if part in inputs else f"given.{part}" for part in flag.split("&"))
+        return f'settings.{name} == "{value}"'
+    return " && ".join(f"bool(in.{part})" if part in inputs else f"settings.{part}" for part in flag.split("&"))
 
 
 if __name__ == "__main__":

@@ -455,7 +455,9 @@ class Variant:
     @property
     def signature(self) -> dict[str, str]:
         """Return Triton's type of every parameter, compile-time ones included."""
-        return {each.name: self._type(each) for each in self.parameters} | dict.fromkeys(self.constants, "constexpr")
+        return {parameter.name: self._type(parameter) for parameter in self.parameters} | dict.fromkeys(
+            self.constants, "constexpr"
+        )
 
     def _type(self, parameter: Parameter) -> str:
         if parameter.port is None:

@@ -223,8 +223,8 @@ def _cached(cache: Tensor, layer: int, table: Tensor, length: int) -> tuple[Tens
     return keys, values
 
 
-def _columns(found: np.ndarray[Any, Any], count: int, absent: float) -> Tensor:
+def _columns(table: np.ndarray[Any, Any], count: int, absent: float) -> Tensor:
     """Return the first `count` columns of [K, k], completed with `absent`."""
-    padded = np.full((len(found), count), absent, found.dtype)
-    padded[:, : found.shape[1]] = found[:, :count]
+    padded = np.full((len(table), count), absent, table.dtype)
+    padded[:, : table.shape[1]] = table[:, :count]
     return torch.from_numpy(padded)

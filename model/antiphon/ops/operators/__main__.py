@@ -39,8 +39,8 @@ def _section(operator: Operator) -> Iterator[str]:
     yield ""
     yield "| | Name | Type | Axes | Meaning |"
     yield "|---|---|---|---|---|"
-    for given in operator.inputs:
-        yield _row("input", given, "; optional" if given.optional else "")
+    for port in operator.inputs:
+        yield _row("input", port, "; optional" if port.optional else "")
     for attribute in operator.attributes:
         yield f"| attribute | `{attribute.name}` | {attribute.type.__name__} | | {attribute.meaning} |"
     for output in operator.outputs:

@@ -184,7 +184,7 @@ DISENTANGLED_ATTENTION = Operator(
     ),
     attributes=(NUM_HEADS, SCALE),
     outputs=(Output("out", "float", "N, H D", "weighted sums of values"),),
-    shapes=lambda given: [(given["qkv"].shape[0], given["qkv"].shape[1] // 3)],
+    shapes=lambda inputs: [(inputs["qkv"].shape[0], inputs["qkv"].shape[1] // 3)],
 )
 
 
@@ -228,7 +228,7 @@ PAGED_WRITE = Operator(
         Output("written", "int32", "1", "N"),
         Output("present", "cache", CACHE.axes, "the cache with the sources", updates="cache"),
     ),
-    shapes=lambda given: [(1,), given["cache"].shape],
+    shapes=lambda inputs: [(1,), inputs["cache"].shape],
 )
 
 

@@ -29,7 +29,7 @@ ATTENTION = Operator(
     ),
     attributes=(Attribute("causal", bool, "query t sees keys up to t + S - T only"), SCALE),
     outputs=(Output("output", "float", "B, T, H, D", "weighted sums of values"),),
-    shapes=lambda given: [given["query"].shape],
+    shapes=lambda inputs: [inputs["query"].shape],
     has_kernel=False,
 )
 
@@ -51,7 +51,7 @@ CACHED_ATTENTION = Operator(
         Output("present_key", "float", "B, H, C, D", "cached keys after the call"),
         Output("present_value", "float", "B, H, C, D", "cached values after the call"),
     ),
-    shapes=lambda given: [given["query"].shape, given["cache_key"].shape, given["cache_value"].shape],
+    shapes=lambda inputs: [inputs["query"].shape, inputs["cache_key"].shape, inputs["cache_value"].shape],
     has_kernel=False,
 )
 

@@ -22,7 +22,7 @@ LINEAR = Operator(
     ),
     attributes=(Attribute("activation", str, f"one of {', '.join(ACTIVATIONS)}"),),
     outputs=(Output("out", "float", "N, O", "product"),),
-    shapes=lambda given: [(given["x"].shape[0], given["weight"].shape[0])],
+    shapes=lambda inputs: [(inputs["x"].shape[0], inputs["weight"].shape[0])],
     weights=(
         PackedWeight(
             sizes=("width",),

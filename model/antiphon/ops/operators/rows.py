@@ -22,7 +22,7 @@ EMBED = Operator(
     ),
     attributes=(Attribute("scale", float, "factor of the token vectors"),),
     outputs=(Output("out", "float", "N, M", "embedded tokens"),),
-    shapes=lambda given: [(given["input_ids"].shape[0], given["weight"].shape[1])],
+    shapes=lambda inputs: [(inputs["input_ids"].shape[0], inputs["weight"].shape[1])],
     weights=(
         PackedWeight(
             sizes=("vocab", "width"),
@@ -56,7 +56,7 @@ ADD_NORM = Operator(
         Output("normed", "float", "N, M", "norm of the sum"),
         Output("sum", "float", "N, M", "the sum itself"),
     ),
-    shapes=lambda given: [given["x"].shape, given["x"].shape],
+    shapes=lambda inputs: [inputs["x"].shape, inputs["x"].shape],
 )
 
 

@@ -31,9 +31,9 @@ PARAMS = (
 )
 
 
-def _shapes(given: Mapping[str, Any]) -> Sequence[Shape]:
+def _shapes(inputs: Mapping[str, Any]) -> Sequence[Shape]:
     """Return the shapes of the outputs; k is in the data: the largest of num_logprobs, at least 0."""
-    count, candidates = given["picks"].shape[0], torch.library.get_ctx().new_dynamic_size()
+    count, candidates = inputs["picks"].shape[0], torch.library.get_ctx().new_dynamic_size()
     return [(count,), (count,), *[(count, candidates)] * 3]
 
 
@@ -57,8 +57,8 @@ SAMPLE = Operator(
 def sample(hidden: Tensor, weight: Tensor, positions: Tensor, *params_and_bias: Tensor | None) -> tuple[Tensor, ...]:
     """Compute the logits and sample as `sample` of sampling.py does."""
     *params, bias = params_and_bias
-    held = zip(PARAMS, params, strict=True)
-    sampling = SamplingArrays(**{declared.name: tensor.numpy() for declared, tensor in held if tensor is not None})
+    arrays = zip(PARAMS, params, strict=True)
+    sampling = SamplingArrays(**{declared.name: tensor.numpy() for declared, tensor in arrays if tensor is not None})
     picked = sampling.picks.astype(np.int64)
     logits = functional.linear(hidden[picked], weight, bias)
     samples = sample_in_numpy(logits.numpy(), sampling, positions.numpy()[picked])

@@ -75,7 +75,7 @@ FEED_FORWARD_SUBLAYER = Operator(
         *NORM,
     ),
     outputs=_OUTPUTS,
-    shapes=lambda given: [given["x"].shape, given["x"].shape],
+    shapes=lambda inputs: [inputs["x"].shape, inputs["x"].shape],
     weights=(
         PackedWeight(name="inner_weight", sizes=("inner_width",), parts=_PARTS),
         PackedWeight(name="outer_weight", sizes=(), parts=_PARTS),
@@ -103,7 +103,7 @@ PACKED_ATTENTION_SUBLAYER = Operator(
         *NORM,
     ),
     outputs=_OUTPUTS,
-    shapes=lambda given: [given["x"].shape, given["x"].shape],
+    shapes=lambda inputs: [inputs["x"].shape, inputs["x"].shape],
     weights=(
         PackedWeight(name="qkv_weight", sizes=("qkv_width",), parts=_PARTS),
         PackedWeight(name="out_weight", sizes=(), parts=_PARTS),
@@ -128,7 +128,7 @@ PAGED_SELF_ATTENTION_SUBLAYER = Operator(
     ),
     attributes=(NUM_HEADS, SCALE, LAYER, *NORM),
     outputs=(*_OUTPUTS, Output("present", "cache", CACHE.axes, "the cache with the new tokens", updates="cache")),
-    shapes=lambda given: [given["x"].shape, given["x"].shape, given["cache"].shape],
+    shapes=lambda inputs: [inputs["x"].shape, inputs["x"].shape, inputs["cache"].shape],
     weights=(
         PackedWeight(name="qkv_weight", sizes=("qkv_width",), parts=_PARTS),
         PackedWeight(name="out_weight", sizes=(), parts=_PARTS),
@@ -150,7 +150,7 @@ PAGED_CROSS_ATTENTION_SUBLAYER = Operator(
     ),
     attributes=(NUM_HEADS, SCALE, LAYER, *NORM),
     outputs=_OUTPUTS,
-    shapes=lambda given: [given["x"].shape, given["x"].shape],
+    shapes=lambda inputs: [inputs["x"].shape, inputs["x"].shape],
     weights=(
         PackedWeight(name="query_weight", sizes=("query_width",), parts=_PARTS),
         PackedWeight(name="out_weight", sizes=(), parts=_PARTS),

@@ -16,11 +16,11 @@ namespace antiphon {
 
 inline int64_t CeilDiv(int64_t value, int64_t by) { return (value + by - 1) / by; }
 
-// 1 for the first that is given, 2 for the second, 4 for the third, and so on.
-inline int64_t Flags(std::initializer_list<bool> given) {
+// 1 for the first that is true, 2 for the second, 4 for the third, and so on.
+inline int64_t Flags(std::initializer_list<bool> conditions) {
   int64_t flags = 0, bit = 1;
-  for (const bool one : given) {
-    if (one) flags |= bit;
+  for (const bool condition : conditions) {
+    if (condition) flags |= bit;
     bit <<= 1;
   }
   return flags;

@@ -100,13 +100,13 @@ struct CudaPagedWrite : CudaOperator<CudaPagedWriteNode<T>> {
 
   void Run(const Call& call) const {
     const auto in = this->Read(call);
-    const auto& given = this->settings();
+    const auto& settings = this->settings();
     CompiledWidth(in.D);
-    RequireLayer(given.layer, in.L);
-    RequireSize("kv", in.kv, 1, (in.Z == 3 ? 3 : 2) * given.num_heads * in.D);
+    RequireLayer(settings.layer, in.L);
+    RequireSize("kv", in.kv, 1, (in.Z == 3 ? 3 : 2) * settings.num_heads * in.D);
     void* written = this->Output(call, 0, {1});
-    this->Launch(call, {in.N, given.num_heads, 1},
-                 CudaPagedWriteNode<T>::PagedWrite(given, in, written, in.Z, in.X, in.D, in.L));
+    this->Launch(call, {in.N, settings.num_heads, 1},
+                 CudaPagedWriteNode<T>::PagedWrite(settings, in, written, in.Z, in.X, in.D, in.L));
   }
 };
 
@@ -117,20 +117,20 @@ class CudaPagedAttention : public CudaOperator<CudaPagedAttentionNode<T>> {
 
   void Run(const Call& call) const {
     const auto in = this->Read(call);
-    const auto& given = this->settings();
+    const auto& settings = this->settings();
     CompiledWidth(in.D);
-    RequireLayer(given.layer, in.L);
-    const int64_t heads = given.num_heads, states = heads * in.D, stride = in.query.dims[1];
+    RequireLayer(settings.layer, in.L);
+    const int64_t heads = settings.num_heads, states = heads * in.D, stride = in.query.dims[1];
     const int64_t splits = Splits(in.N * heads, in.X);
     Require(stride >= states, "axis 1 of query", stride, "it holds less than the queries");
     Require(!in.bias || in.bias.dims[0] >= states, "axis 0 of bias", in.bias.dims[0], "it holds less than the queries");
     void* out = this->Output(call, 0, {in.N, states});
     void* sums = this->Output(call, 1, {splits > 1 ? in.N : 1, heads, splits, in.D + 2});
-    const auto values = CudaPagedAttentionNode<T>::PagedAttention(given, in, out, sums, in.X, stride, in.D, in.L,
+    const auto values = CudaPagedAttentionNode<T>::PagedAttention(settings, in, out, sums, in.X, stride, in.D, in.L,
                                                                   Reach(in.bias_table), splits);
     this->Launch(call, {in.N, heads, splits}, values, in.D);
     if (splits == 1) return;
-    this->Launch(call, {in.N, heads, 1}, CudaPagedAttentionNode<T>::MergeSplits(given, in, out, sums, in.D, splits),
+    this->Launch(call, {in.N, heads, 1}, CudaPagedAttentionNode<T>::MergeSplits(settings, in, out, sums, in.D, splits),
                  in.D);
   }
 
@@ -160,7 +160,7 @@ struct CudaSample : CudaOperator<CudaSampleNode<T>> {
 
   void Run(const Call& call) const {
     const auto in = this->Read(call);
-    const auto& given = this->settings();
+    const auto& settings = this->settings();
     const int64_t num_parts = CeilDiv(in.V, kVocabularyPart);
     Require(num_parts <= kMaxParts, "axis 1 of logits", in.V, "it must be at most 524288");
     void* token_ids = this->Output(call, 0, {in.K});
@@ -170,9 +170,9 @@ struct CudaSample : CudaOperator<CudaSampleNode<T>> {
     void* top_scores = this->Output(call, 4, {in.K, in.k});
     void* values = this->Output(call, 5, {in.K, in.V});
     void* parts = this->Output(call, 6, {in.K, num_parts, 3});
-    this->Launch(call, {in.K, num_parts, 1}, CudaSampleNode<T>::Vocabulary(given, in, parts, values, in.V));
+    this->Launch(call, {in.K, num_parts, 1}, CudaSampleNode<T>::Vocabulary(settings, in, parts, values, in.V));
     this->Launch(call, {in.K, 1, 1},
-                 CudaSampleNode<T>::Sample(given, in, token_ids, logprobs, top_ids, top_logprobs, top_scores, values,
+                 CudaSampleNode<T>::Sample(settings, in, token_ids, logprobs, top_ids, top_logprobs, top_scores, values,
                                            parts, in.V, num_parts, in.k));
   }
 };
