@@ -119,12 +119,13 @@ def _sample(
 ) -> tuple[NDArray[Any], ...]:
     names = ("float_params", "int_params", "edit_offsets", "edit_ids", "edit_values")
     arrays = {name: getattr(sampling, name) for name in names} | {"positions": positions}
+    inputs: dict[str, Any] = {name: torch.from_numpy(array) for name, array in arrays.items()}
     outputs = node_launches.sample(
         logits=logits,
         bias=bias,
         edit_rounds=torch.from_numpy(_rounds(sampling)),
         candidates=torch.zeros(NUM_CANDIDATES, dtype=torch.int32),
-        **{name: torch.from_numpy(array) for name, array in arrays.items()},
+        **inputs,
     )
     return tuple(output.numpy() for output in outputs)
 

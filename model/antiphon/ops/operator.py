@@ -210,7 +210,8 @@ def onnx_operator(operator: Operator) -> Op:
     numbers = OpSchema.AttrType
     attribute_types = {int: numbers.INT, bool: numbers.INT, float: numbers.FLOAT, str: numbers.STRING}
     node = operator.node()
-    kinds = {port.kind for port in (*node.inputs, *node.outputs)}
+    ports: tuple[Input | Output, ...] = (*node.inputs, *node.outputs)
+    kinds = {port.kind for port in ports}
     schema = OpSchema(
         node.name,
         DOMAIN,

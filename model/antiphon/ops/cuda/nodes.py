@@ -116,7 +116,8 @@ class CudaNode(Node):
 
     def parameters(self, kernel: Kernel) -> tuple[Parameter, ...]:
         """Return the run-time parameters of one of its kernels."""
-        ports = {port.name: port for port in (*self.inputs, *self.outputs)}
+        declared: tuple[Input | Output, ...] = (*self.inputs, *self.outputs)
+        ports = {port.name: port for port in declared}
         floats = {attribute.name for attribute in self.attributes if attribute.type is float}
         return tuple(
             Parameter(

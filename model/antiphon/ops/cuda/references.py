@@ -98,8 +98,10 @@ def packed_attention(
 ) -> Tensor:
     """Attend sequence by sequence, without tiles; padding gets zeros, where the kernel writes nothing."""
     del tiles
-    states, settings = _added(qkv, bias).to(qkv.dtype).float(), dict(num_heads=num_heads, scale=scale, causal=causal)
-    out = eager_attention.packed_attention(states, offsets, bias_table, slopes, **settings)
+    states = _added(qkv, bias).to(qkv.dtype).float()
+    out = eager_attention.packed_attention(
+        states, offsets, bias_table, slopes, num_heads=num_heads, scale=scale, causal=causal
+    )
     return out.to(qkv.dtype)
 
 
