@@ -20,7 +20,6 @@ from transformers import LogitsProcessor
 
 from antiphon.architecture.config import ModelConfig
 from antiphon.bundle.manifest import Bundle
-from antiphon.bundle.native_stepper import NativeStepper
 from antiphon.checkpoints.checkpoint import Checkpoint
 from antiphon.domain.request import Cancellations, Request, TokenEvent
 from antiphon.domain.sampling_params import SamplingParams
@@ -30,6 +29,7 @@ from antiphon.engine.request_queue import RequestQueue
 from antiphon.engine.sequence import SequenceGroup
 from antiphon.engine.step import EngineState, Stepper
 from antiphon.engine.stream import OutputStream
+from antiphon.export.bundle_model import NativeStepper
 from antiphon.export.export import export_bundle
 from antiphon.observability.engine_metrics import Metrics
 from antiphon.observability.metrics import MetricFamilies

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 from torch.onnx._internal.exporter._registration import ONNXRegistry
 
-from antiphon.bundle.manifest import Bundle, Lowering, load_bundle
+from antiphon.bundle.manifest import Bundle, load_bundle
 from antiphon.checkpoints.checkpoint import Checkpoint
 from tests.parity.exports import export_random, small_config, write_checkpoint
 
@@ -59,27 +59,26 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 
 @pytest.fixture(scope="session")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    """Export `checkpoint` at both precisions and in all lowerings."""
-    return _exported(tmp_path_factory, "paper", ("native", "contrib", "eager"))
+    """Export `checkpoint` at both precisions."""
+    return _exported(tmp_path_factory, "paper")
 
 
 @pytest.fixture(scope="session", params=list(VARIANTS))
 def variant(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     """Export each variant; a variant also covers the other options of its family."""
-    return _exported(tmp_path_factory, request.param, ("native", "contrib"), VARIANTS[request.param])
+    return _exported(tmp_path_factory, request.param, VARIANTS[request.param])
 
 
 def _exported(
     tmp_path_factory: pytest.TempPathFactory,
     name: str,
-    lowerings: Sequence[Lowering],
     overrides: Mapping[str, object] | None = None,
 ) -> Bundle:
     """Return a random model that the first process of the run to need it exports."""
     shared = _folder_of_run(tmp_path_factory) / f"exported-{name}"
     if not shared.exists():
         made = tmp_path_factory.mktemp(name)
-        export_random(made, lowerings, overrides)
+        export_random(made, overrides)
         with contextlib.suppress(OSError):  # another process was faster
             made.rename(shared)
     return load_bundle(shared / "bundle")

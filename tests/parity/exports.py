@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from antiphon.architecture.config import ModelConfig
-from antiphon.bundle.manifest import Bundle, Lowering, Precision
-from antiphon.bundle.native_stepper import NativeStepper
-from antiphon.bundle.stepper import GraphStepper
+from antiphon.bundle.manifest import Bundle, Precision
 from antiphon.checkpoints.checkpoint import Checkpoint, load_checkpoint, save_checkpoint, weights_of
+from antiphon.export.bundle_model import NativeStepper
 from antiphon.export.export import export_bundle
 from antiphon.text.tokenizer import Tokenizer
 from antiphon.transformer.random_model import random_transformer
@@ -35,18 +34,10 @@ def write_checkpoint(path: Path, config: ModelConfig) -> Checkpoint:
     return load_checkpoint(path)
 
 
-def export_random(
-    directory: Path, lowerings: Sequence[Lowering], overrides: Mapping[str, object] | None = None
-) -> Bundle:
+def export_random(directory: Path, overrides: Mapping[str, object] | None = None) -> Bundle:
     """Export a random model at every precision; the export itself compares the graphs with the model."""
     checkpoint = write_checkpoint(directory / "checkpoint", small_config(**(overrides or {})))
-    return export_bundle(checkpoint, directory / "bundle", lowerings=lowerings)
-
-
-def stepper(bundle: Bundle, precision: Precision, lowering: Lowering = "contrib", *, threads: int = 1) -> GraphStepper:
-    """Return a stepper for a contrib or eager graph set of a bundle."""
-    graphs = bundle.graph_set(precision, lowering)
-    return GraphStepper(bundle.path, graphs, bundle.manifest.model, threads=threads)
+    return export_bundle(checkpoint, directory / "bundle")
 
 
 def native_stepper(bundle: Bundle, precision: Precision, *, threads: int = 1) -> NativeStepper:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from antiphon.export.weights.packing import pack_float, pack_int4, pack_int8
+from antiphon.export.weights import pack_float, pack_int4, pack_int8
 from antiphon.ops.activations import ACTIVATIONS
 from antiphon.ops.cache_geometry import BLOCK_SIZE, padded_width
 from antiphon.ops.operator import NODE_PREFIXES

@@ -16,9 +16,9 @@ import torch
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
-from antiphon.bundle.native_stepper import run_native
 from antiphon.bundle.session import native_session
-from antiphon.export.weights.packing import pack_float
+from antiphon.export.bundle_model import run_native
+from antiphon.export.weights import pack_float
 from antiphon.ops.cache_geometry import BLOCK_SIZE, blocks_for, padded_width
 from antiphon.ops.operator import DOMAIN
 from antiphon.ops.operators import OPERATORS

@@ -18,10 +18,10 @@ import pytest
 
 from antiphon.architecture.config import ModelConfig
 from antiphon.bundle.manifest import load_bundle
-from antiphon.bundle.native_stepper import NativeStepper
 from antiphon.controls.table import EarlyStopping
 from antiphon.domain.request import Request, TokenEvent
 from antiphon.domain.sampling_params import SamplingParams
+from antiphon.export.bundle_model import NativeStepper
 from antiphon.runtime.native import NativeRunner
 from antiphon.text.tokenizer import Tokenizer
 from tests.fakes import request_of

@@ -40,7 +40,7 @@ from antiphon.domain.sampling_params import SamplingParams
 from antiphon.engine.engine import Engine
 from antiphon.engine.stream import OutputStream
 from antiphon.errors import SourceError, TokenizerError
-from antiphon.export.weights.quantize import quantize_rows
+from antiphon.export.quantize import quantize_rows
 from antiphon.importer.importer import ImportOptions, _inspect, _Source, import_checkpoint, load_model
 from antiphon.observability.engine_metrics import Metrics
 from antiphon.observability.metrics import MetricFamilies

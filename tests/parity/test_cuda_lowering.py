@@ -11,7 +11,13 @@ import pytest
 from onnx_ir.tensor_adapters import to_torch_dtype
 
 from antiphon.architecture.config import ModelConfig
-from antiphon.bundle.graph_ports import (
+from antiphon.bundle.manifest import GraphSet, Precision, load_bundle
+from antiphon.checkpoints.checkpoint import Checkpoint
+from antiphon.errors import ExportError, LoweringError, VerificationError
+from antiphon.export import export, trace
+from antiphon.export.cuda_lowering import MAX_VOCABULARY, check_config
+from antiphon.export.export import CUDA_PRECISIONS, export_bundle, write_graphs
+from antiphon.export.ports import (
     Port,
     decoder_inputs,
     decoder_outputs,
@@ -20,15 +26,7 @@ from antiphon.bundle.graph_ports import (
     head_inputs,
     head_outputs,
 )
-from antiphon.bundle.manifest import GraphSet, Precision, load_bundle
-from antiphon.checkpoints.checkpoint import Checkpoint
-from antiphon.errors import ExportError, LoweringError, VerificationError
-from antiphon.export import export
-from antiphon.export.export import CUDA_PRECISIONS, export_bundle, write_graphs
-from antiphon.export.graphs import trace
-from antiphon.export.graphs.cuda_lowering import MAX_VOCABULARY, check_config
-from antiphon.export.verification.verify import verify
-from antiphon.export.verification.verify_encoder import verify_encoder
+from antiphon.export.verify import verify, verify_encoder
 from antiphon.ops.cuda.nodes import NODES
 from antiphon.ops.operator import Node
 from antiphon.transformer.random_model import random_transformer
@@ -209,7 +207,7 @@ def test_export_refuses_cuda_graphs_that_disagree_with_the_model(
 ) -> None:
     """The test simulates an exporter fault: it traces another model than that of the checkpoint."""
     other, traced = random_transformer(small_config(), seed=1), trace.trace_decoder
-    monkeypatch.setattr(export, "trace_decoder", lambda model, lowering: traced(other, lowering))
+    monkeypatch.setattr(export, "trace_decoder", lambda model: traced(other))
     with pytest.raises(VerificationError, match="cuda bfloat16 graphs disagree with the model: a logit is off"):
         export_bundle(checkpoint, tmp_path / "bundle", precisions=("bfloat16",), lowerings=("cuda",))
 

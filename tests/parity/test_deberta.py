@@ -14,9 +14,9 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from antiphon.architecture.config import Disentangled
-from antiphon.bundle.native_encoder import NativeEncoder
 from antiphon.checkpoints.families.deberta import DEBERTA_V2
 from antiphon.errors import SourceError
+from antiphon.export.bundle_model import NativeEncoder
 from antiphon.importer.importer import ImportOptions, import_checkpoint
 from antiphon.importer.original_tokenizer import open_original_tokenizer, write_tokenizer
 from antiphon.ops.disentangled import table_rows

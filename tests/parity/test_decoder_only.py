@@ -20,9 +20,8 @@ from antiphon.bundle.manifest import Bundle
 from antiphon.client import Options, ServerError
 from antiphon.domain.request import Request, TokenEvent
 from antiphon.domain.sampling_params import SamplingParams
-from antiphon.errors import ExportError, SourceError
-from antiphon.export.export import export_bundle
-from antiphon.export.verification.verify import verify
+from antiphon.errors import SourceError
+from antiphon.export.verify import verify
 from antiphon.importer.importer import ImportOptions, import_checkpoint
 from antiphon.ops.cache_geometry import BLOCK_SIZE, blocks_for
 from antiphon.runtime.native import NativeRunner
@@ -33,7 +32,7 @@ from tests.fakes import changed, request_of, scored
 from tests.parity.answers_together import answer, one_torch_thread
 from tests.parity.crowd import Crowd
 from tests.parity.decoder_checkpoints import write_decoder
-from tests.parity.exports import export_random, small_config, write_checkpoint
+from tests.parity.exports import export_random
 
 DECODERS: dict[str, dict[str, object]] = {
     "gpt2": dict(positions="learned", activation="gelu_tanh", norm_placement="pre", scale_embeddings=False),
@@ -47,7 +46,7 @@ ALONE: dict[str, object] = dict(architecture="decoder", encoder_layers=0)
 
 @pytest.fixture(scope="module", params=list(DECODERS))
 def bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    return export_random(tmp_path_factory.mktemp(request.param), ("native",), ALONE | DECODERS[request.param])
+    return export_random(tmp_path_factory.mktemp(request.param), ALONE | DECODERS[request.param])
 
 
 def test_decoder_only_model_is_exported_without_encoder_and_agrees_with_pytorch(bundle: Bundle) -> None:
@@ -55,14 +54,6 @@ def test_decoder_only_model_is_exported_without_encoder_and_agrees_with_pytorch(
         assert (graphs.encoder, graphs.explain) == (None, f"explain.{graphs.precision}.onnx")
         assert (bundle.manifest.positions is None) == (bundle.manifest.model.positions == "rope")
         verify(bundle.path, graphs, random_transformer(bundle.manifest.model), seed=7)
-
-
-@pytest.mark.parametrize("lowering", ["contrib", "eager"])
-def test_decoder_only_model_is_refused_by_other_lowerings(tmp_path: Path, lowering: str) -> None:
-    checkpoint = write_checkpoint(tmp_path / "checkpoint", small_config(**ALONE, **DECODERS["gpt2"]))
-    with pytest.raises(ExportError, match=f"lowering='{lowering}' does not fit architecture='decoder'"):
-        export_bundle(checkpoint, tmp_path / "bundle", lowerings=("native", lowering))  # type: ignore[arg-type]
-    assert not (tmp_path / "bundle").exists()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,15 +12,13 @@ import pytest
 import torch
 
 from antiphon.architecture.heads import Task
-from antiphon.bundle import graph_ports
-from antiphon.bundle.graph_ports import Port
 from antiphon.bundle.manifest import Bundle, Precision, load_bundle
-from antiphon.bundle.native_encoder import NativeEncoder
-from antiphon.errors import ExportError, VerificationError
-from antiphon.export import export, profile
+from antiphon.errors import VerificationError
+from antiphon.export import export, ports, profile, trace
+from antiphon.export.bundle_model import NativeEncoder
 from antiphon.export.export import export_bundle
-from antiphon.export.graphs import trace
-from antiphon.export.verification.verify_encoder import verify_encoder
+from antiphon.export.ports import Port
+from antiphon.export.verify import verify_encoder
 from antiphon.transformer.random_model import random_transformer
 from antiphon.transformer.transformer import Transformer
 from tests.parity.exports import export_random, small_config, write_checkpoint
@@ -60,7 +58,7 @@ SOURCE_LENS = (17, 1, 33, 5, 16)
 
 @pytest.fixture(scope="module", params=list(ENCODERS))
 def bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    return export_random(tmp_path_factory.mktemp(request.param), ("native",), ALONE | ENCODERS[request.param])
+    return export_random(tmp_path_factory.mktemp(request.param), ALONE | ENCODERS[request.param])
 
 
 def encoder_of(bundle: Bundle, precision: Precision) -> NativeEncoder:
@@ -97,18 +95,18 @@ def test_states_and_outputs_of_a_source_do_not_depend_on_its_neighbours(bundle: 
 def test_encoder_graphs_have_the_tensor_names_of_the_contract(bundle: Bundle) -> None:
     config = bundle.manifest.model
     wanted: dict[Task | Literal["encoder"], tuple[list[Port], list[Port]]] = {}
-    wanted["encoder"] = (graph_ports.encoder_inputs(config, "native"), graph_ports.encoder_outputs(config, "native"))
+    wanted["encoder"] = (ports.encoder_inputs(config, "native"), ports.encoder_outputs(config, "native"))
     for head in config.heads:
-        wanted[head.task] = (graph_ports.head_inputs(config, head), graph_ports.head_outputs(config, head))
+        wanted[head.task] = (ports.head_inputs(config, head), ports.head_outputs(config, head))
     for graphs in bundle.manifest.graphs:
-        for part, ports in wanted.items():
+        for part, (inputs, outputs) in wanted.items():
             name = graphs.encoder_file if part == "encoder" else graphs.heads[part]
             graph = ir.load(bundle.file(name)).graph
-            for values, expected in zip((graph.inputs, graph.outputs), ports, strict=True):
+            for values, expected in zip((graph.inputs, graph.outputs), (inputs, outputs), strict=True):
                 assert [value.name for value in values] == [port.name for port in expected]
             (shape,) = (value.shape for value in graph.outputs)
             assert shape is not None
-            assert shape[-1] == ports[1][0].axes[-1]
+            assert shape[-1] == outputs[0].axes[-1]
 
 
 def test_shared_weights_are_stored_once(bundle: Bundle) -> None:
@@ -117,13 +115,6 @@ def test_shared_weights_are_stored_once(bundle: Bundle) -> None:
     held = bundle.file("weights.native.float32.bin").stat().st_size
     parameters = 4 * random_transformer(config).num_parameters
     assert held < 1.2 * parameters
-
-
-@pytest.mark.parametrize("lowering", ["contrib", "eager"])
-def test_encoder_only_model_is_refused_by_other_lowerings(tmp_path: Path, lowering: str) -> None:
-    checkpoint = write_checkpoint(tmp_path / "checkpoint", small_config(**ALONE))
-    with pytest.raises(ExportError, match=f"lowering='{lowering}' does not fit architecture='encoder'"):
-        export_bundle(checkpoint, tmp_path / "bundle", lowerings=("native", lowering))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("part", ["encoder", "tag"])
@@ -135,7 +126,7 @@ def test_export_refuses_graphs_that_disagree_with_the_encoder(
     checkpoint, other = write_checkpoint(tmp_path / "checkpoint", config), random_transformer(config, seed=1)
 
     def trace_other(_: Transformer, about: Task) -> ir.Model:
-        return trace.trace_encoder(other, "native") if part == "encoder" else trace.trace_head(other, about)
+        return trace.trace_encoder(other) if part == "encoder" else trace.trace_head(other, about)
 
     monkeypatch.setattr(export, "trace_encoder" if part == "encoder" else "trace_head", trace_other)
     with pytest.raises(VerificationError, match=f"native float32 {part} graph disagrees with the model: off by"):

@@ -16,17 +16,16 @@ import pytest
 import torch
 
 from antiphon.bundle.explain_session import ExplainSession
-from antiphon.bundle.manifest import Bundle, Lowering, load_bundle
+from antiphon.bundle.manifest import Bundle, load_bundle
 from antiphon.checkpoints.checkpoint import Checkpoint
 from antiphon.domain.errors import Unsupported
 from antiphon.errors import BundleError, GraphError, VerificationError
-from antiphon.export.explain.explain_graph import rounded, trace_explain, verify_explain
-from antiphon.export.explain.explain_module import ExplainModule
-from antiphon.export.explain.explain_weights import Layout, store_as
+from antiphon.export.explain import ExplainModule, rounded, store_packed, trace_explain, verify_explain
 from antiphon.export.export import export_bundle, write_graphs
-from antiphon.export.weights.weights_file import WeightsFile
+from antiphon.export.weights import WeightsFile
 from antiphon.runtime import explain
 from antiphon.runtime.explain import Explainer
+from antiphon.transformer.layers import CrossAttention, SelfAttention
 from antiphon.transformer.random_model import random_transformer
 from antiphon.transformer.transformer import Transformer
 from tests.parity.conftest import VARIANTS
@@ -40,34 +39,45 @@ ODD: dict[str, object] = dict(d_model=72, head_dim=20, num_heads=3, d_ff=90, voc
 
 
 def observed_values(model: Transformer, run: Callable[[], object]) -> dict[str, torch.Tensor]:
-    """Return the input of each layer's output projection during `run`; later runs do not change it."""
-    held: dict[str, torch.Tensor] = {}
-    hooks = [
-        module.register_forward_pre_hook(lambda _, given, name=name: held.update({name: given[0].detach()}))
-        for name, module in model.named_modules()
-        if name.endswith("attention.out")
-    ]
+    """Return the projected values of each attention, and the input of its output projection, during `run`."""
+    observed: dict[str, torch.Tensor] = {}
+
+    def keep(name: str, tensor: torch.Tensor) -> None:
+        observed[name] = tensor.detach()
+
+    hooks = []
+    for name, module in model.named_modules():
+        attention, _, part = name.rpartition(".")
+        if part in ("qkv", "kv"):
+            hooks.append(module.register_forward_hook(lambda _, __, out, key=attention: keep(f"{key}.values", out)))
+        elif name.endswith("attention.out"):
+            hooks.append(module.register_forward_pre_hook(lambda _, inputs, key=name: keep(key, inputs[0])))
     with torch.no_grad():
         run()
     for hook in hooks:
         hook.remove()
-    return held
+    return observed
 
 
 @pytest.mark.parametrize("overrides", [{}, ODD, *VARIANTS.values()], ids=["paper", "odd", *VARIANTS])
-def test_explain_module_has_the_attention_weights_of_the_model(overrides: dict[str, object]) -> None:
-    """Weights times values must be equal to the outputs of the model's attention, which is separate code."""
+def test_recorded_weights_times_values_are_the_outputs_of_attention(overrides: dict[str, object]) -> None:
     model = random_transformer(small_config(**overrides))
-    given = torch.tensor([SOURCE]), torch.tensor([TARGET])
-    expected = observed_values(model, lambda: model(*given))
-    found = observed_values(model, lambda: ExplainModule(model)(*given))
+    tensors = torch.tensor([SOURCE]), torch.tensor([TARGET])
+    observed = observed_values(model, lambda: model(*tensors))
     with torch.no_grad():
-        maps = ExplainModule(model).maps(*given)
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, atol=1e-5, rtol=0, msg=name)
-    for weights in maps.values():
-        torch.testing.assert_close(weights.sum(dim=-1), torch.ones(weights.shape[:-1]))
+        maps = ExplainModule(model).maps(*tensors)
+    attentions = {
+        name: module for name, module in model.named_modules() if isinstance(module, SelfAttention | CrossAttention)
+    }
+    weights = {"encoder_self": maps["encoder_self"], "decoder_self": maps["decoder_self"], "cross": maps["cross"]}
+    for name, attention in attentions.items():
+        kind = "cross" if name.endswith("cross_attention") else f"{name.split('.')[0]}_self"
+        layer = int(name.split(".")[2])
+        values = observed[f"{name}.values"].chunk(3 if kind != "cross" else 2, dim=-1)[-1]
+        attended = weights[kind][layer] @ values[0].reshape(-1, *attention.heads).transpose(0, 1)  # [H, T, D]
+        torch.testing.assert_close(attended.transpose(0, 1).flatten(1), observed[f"{name}.out"][0], atol=1e-5, rtol=0)
+    for rows in maps.values():
+        torch.testing.assert_close(rows.sum(dim=-1), torch.ones(rows.shape[:-1]))
     assert not maps["decoder_self"].triu(1).any()
 
 
@@ -77,16 +87,14 @@ def test_explain_graph_equals_pytorch_for_every_storage_of_its_weights(
 ) -> None:
     model = random_transformer(small_config(**overrides))
     traced = trace_explain(model)
-    layouts: tuple[Layout, ...] = ("native", "plain")
-    for layout in layouts:
-        for precision in ("float32", "int8"):
-            graph = traced.clone()
-            store_as(graph, layout, precision)
-            path = tmp_path / f"{layout}.{precision}.onnx"
-            with WeightsFile(tmp_path / f"{layout}.{precision}.bin") as weights:
-                weights.save(graph, path)
-            # Only the order of float32 sums differs. A wrongly unpacked weight has an error orders of magnitude larger.
-            assert verify_explain(path, model, precision) < 1e-5
+    for precision in ("float32", "int8"):
+        graph = traced.clone()
+        store_packed(graph, precision)
+        path = tmp_path / f"{precision}.onnx"
+        with WeightsFile(tmp_path / f"{precision}.bin") as weights:
+            weights.save(graph, path)
+        # Only the order of float32 sums differs. A wrongly unpacked weight has an error orders of magnitude larger.
+        assert verify_explain(path, model, precision) < 1e-5
 
 
 def test_verify_explain_refuses_the_graph_of_another_model(bundle: Bundle) -> None:
@@ -101,19 +109,14 @@ def test_export_adds_an_explain_graph_of_each_precision(bundle: Bundle) -> None:
     assert {"explain.float32.onnx", "explain.int8.onnx"} <= bundle.manifest.files.keys()
 
 
-@pytest.mark.parametrize("lowering", ["native", "contrib"])
-def test_explain_graph_uses_the_weights_that_are_already_stored(
-    checkpoint: Checkpoint, tmp_path: Path, lowering: Lowering
-) -> None:
+def test_explain_graph_uses_the_weights_that_are_already_stored(checkpoint: Checkpoint, tmp_path: Path) -> None:
     sizes = []
     for explain_too in (False, True):
         directory = tmp_path / str(explain_too)
         directory.mkdir()
-        write_graphs(checkpoint.model, directory, ("int8",), (lowering,), explain=explain_too)
+        write_graphs(checkpoint.model, directory, ("int8",), ("native",), explain=explain_too)
         sizes.append({path.name: path.stat().st_size for path in directory.glob("*.bin")})
-    # Contrib graphs store the embedding's scales times sqrt(M), so one table of 272 floats can be added.
-    for name, size in sizes[0].items():
-        assert sizes[1][name] - size <= (0 if lowering == "native" else 2048), name
+    assert sizes[0] == sizes[1]
 
 
 def test_explain_graph_contains_only_standard_onnx_operators(bundle: Bundle) -> None:
@@ -152,7 +155,7 @@ def test_explainer_accepts_the_longest_source_and_target_and_a_begin_token_alone
 
 
 def test_explainer_refuses_a_bundle_without_the_graph(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    bundle = export_bundle(checkpoint, tmp_path / "small", precisions=("int8",), lowerings=("contrib",), explain=False)
+    bundle = export_bundle(checkpoint, tmp_path / "small", precisions=("int8",), explain=False)
     assert "explain" not in (tmp_path / "small" / "manifest.json").read_text()
     explainer = Explainer(bundle)
     assert not explainer.is_available

@@ -12,13 +12,11 @@ import onnx_ir as ir
 import pytest
 import torch
 
-from antiphon.bundle import graph_ports
 from antiphon.bundle.manifest import Bundle, Lowering, Precision, Provenance, load_bundle
 from antiphon.checkpoints.checkpoint import Checkpoint
 from antiphon.errors import ExportError, VerificationError
-from antiphon.export import export
+from antiphon.export import export, ports, trace
 from antiphon.export.export import export_bundle
-from antiphon.export.graphs import trace
 from antiphon.transformer.random_model import random_transformer
 from antiphon.transformer.transformer import Transformer
 from tests.parity.exports import small_config
@@ -56,9 +54,8 @@ def test_export_command_writes_a_bundle_with_licence_and_provenance(
     ("flags", "lowerings"),
     [
         ([], ("native",)),
-        (["--eager", "--contrib"], ("native", "contrib", "eager")),
-        (["--lowering", "contrib"], ("contrib",)),
-        (["--lowering", "eager", "native", "eager"], ("native", "eager")),
+        (["--lowering", "cuda"], ("cuda",)),
+        (["--lowering", "cuda", "native", "cuda"], ("native", "cuda")),
     ],
 )
 def test_export_command_chooses_lowerings(
@@ -77,21 +74,20 @@ def test_export_command_chooses_lowerings(
     assert asked["cache"] == "float32"
 
 
-@pytest.mark.parametrize("lowering", ["native", "contrib", "eager"])
-def test_bundle_has_the_tensor_names_of_the_contract(bundle: Bundle, lowering: Lowering) -> None:
-    graphs = bundle.graph_set("float32", lowering)
-    for name, ports in (
-        (graphs.encoder_file, (graph_ports.encoder_inputs, graph_ports.encoder_outputs)),
-        (graphs.decoder_file, (graph_ports.decoder_inputs, graph_ports.decoder_outputs)),
+def test_bundle_has_the_tensor_names_of_the_contract(bundle: Bundle) -> None:
+    graphs = bundle.graph_set("float32")
+    for name, directions in (
+        (graphs.encoder_file, (ports.encoder_inputs, ports.encoder_outputs)),
+        (graphs.decoder_file, (ports.decoder_inputs, ports.decoder_outputs)),
     ):
         graph = ir.load(bundle.file(name)).graph
-        for values, expected in zip((graph.inputs, graph.outputs), ports, strict=True):
-            wanted = expected(bundle.manifest.model, lowering)
+        for values, expected in zip((graph.inputs, graph.outputs), directions, strict=True):
+            wanted = expected(bundle.manifest.model, "native")
             assert [value.name for value in values] == [port.name for port in wanted]
             assert [value.dtype for value in values] == [ir.DataType.from_numpy(dtype_of(port)) for port in wanted]
 
 
-def dtype_of(port: graph_ports.Port) -> np.dtype[Any]:
+def dtype_of(port: ports.Port) -> np.dtype[Any]:
     return torch.empty(0, dtype=port.dtype).numpy().dtype
 
 
@@ -107,23 +103,22 @@ def test_native_graphs_take_the_cache_in_the_type_of_their_graph_set(bundle: Bun
 
 def test_native_graphs_contain_only_operators_of_this_project(bundle: Bundle) -> None:
     for graphs in bundle.manifest.graphs:
-        for name in (graphs.encoder_file, graphs.decoder_file) if graphs.lowering == "native" else ():
+        for name in (graphs.encoder_file, graphs.decoder_file):
             assert {node.domain for node in ir.load(bundle.file(name)).graph} == {"antiphon"}
 
 
-@pytest.mark.parametrize("lowering", ["native", "contrib"])
 def test_export_refuses_graphs_that_disagree_with_the_model(
-    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lowering: Lowering
+    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The test simulates an exporter fault: it traces another model than that of the checkpoint."""
     other = random_transformer(small_config(), seed=1)
 
-    def trace_other(model: Transformer, lowering: Lowering) -> ir.Model:
-        return trace.trace_decoder(other, lowering)
+    def trace_other(model: Transformer) -> ir.Model:
+        return trace.trace_decoder(other)
 
     monkeypatch.setattr(export, "trace_decoder", trace_other)
-    with pytest.raises(VerificationError, match=f"{lowering} float32 graphs disagree with the model: a logit is off"):
-        export_bundle(checkpoint, tmp_path / "bundle", precisions=("float32",), lowerings=(lowering,))
+    with pytest.raises(VerificationError, match="native float32 graphs disagree with the model: a logit is off"):
+        export_bundle(checkpoint, tmp_path / "bundle", precisions=("float32",))
     assert not list(tmp_path.iterdir())
 
 
@@ -160,7 +155,7 @@ def test_export_command_names_the_missing_file(tmp_path: Path, capsys: pytest.Ca
 
 def test_export_does_not_change_the_random_state(checkpoint: Checkpoint) -> None:
     before = torch.random.get_rng_state()
-    trace.traceable(checkpoint.model, "contrib")
+    trace.trace_encoder(checkpoint.model)
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
@@ -171,6 +166,5 @@ def test_fused_graphs_are_refused_without_norms_or_residual_connections(
     config = small_config(**changed)
     odd = replace(checkpoint, config=config, model=random_transformer(config))
     field = next(iter(changed))
-    with pytest.raises(ExportError, match=rf"{field}=.* does not fit lowering='native'.*use lowering 'eager'"):
+    with pytest.raises(ExportError, match=f"{field}=.* cannot be exported"):
         export_bundle(odd, tmp_path / "native")
-    export_bundle(odd, tmp_path / "eager", lowerings=("eager",), precisions=("float32",), explain=False)

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from antiphon.architecture.config import ModelConfig
 from antiphon.architecture.heads import FIRST_TOKEN_TASKS, Task
-from antiphon.bundle.native_encoder import NativeEncoder
 from antiphon.errors import SourceError
+from antiphon.export.bundle_model import NativeEncoder
 from antiphon.importer.importer import ImportOptions, import_checkpoint
 from tests.parity.encoder_checkpoints import SPECIAL, read_checkpoint, write_checkpoint
 

@@ -15,10 +15,10 @@ import transformers
 from numpy.typing import NDArray
 
 from antiphon.bundle.manifest import Bundle, Precision, load_bundle
-from antiphon.bundle.native_stepper import run_native
 from antiphon.bundle.session import native_session
 from antiphon.cli import main as cli
 from antiphon.domain.sampling_params import SamplingParams
+from antiphon.export.bundle_model import run_native
 from antiphon.rpc.v1.options import own_defaults
 from antiphon.runtime.native import NativeRunner
 from tests.fakes import request_of

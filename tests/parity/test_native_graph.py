@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from antiphon.architecture.config import ModelConfig
-from antiphon.export.graphs.native_graph import PackedEncoder, PagedDecoder, PagedRows
+from antiphon.export.packed import PackedEncoder, PagedDecoder, PagedRows
 from antiphon.ops.cache_geometry import blocks_for, pool_axes
 from antiphon.transformer.random_model import random_transformer
 from antiphon.transformer.transformer import Transformer

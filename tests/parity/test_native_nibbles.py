@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from antiphon.export.weights.packing import pack_int4, pack_int8, unpack_int4
-from antiphon.export.weights.quantize_groups import GROUP, quantize_groups
+from antiphon.export.quantize import GROUP, quantize_groups
+from antiphon.export.weights import pack_int4, pack_int8, unpack_int4
 from tests.parity.native_nodes import run_node
 
 Floats = NDArray[np.float32]

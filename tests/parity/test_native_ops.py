@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from antiphon.export.weights.packing import pack_float, pack_int8, unpack_int8
+from antiphon.export.weights import pack_float, pack_int8, unpack_int8
 from antiphon.ops.activations import ACTIVATIONS
 from antiphon.ops.operators.attention import (
     disentangled_attention,

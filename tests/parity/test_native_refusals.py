@@ -19,8 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from antiphon.bundle.native_stepper import sampling_inputs
-from antiphon.export.weights.packing import pack_float, pack_int4, pack_int8
+from antiphon.export.bundle_model import sampling_inputs
+from antiphon.export.weights import pack_float, pack_int4, pack_int8
 from antiphon.ops.operator import NODE_PREFIXES
 from antiphon.ops.operators import OPERATORS
 from antiphon.ops.sampling import FLOAT_PARAMS, INT_PARAMS, neutral_sampling

@@ -17,8 +17,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from antiphon.bundle.native_stepper import sampling_inputs
-from antiphon.export.weights.packing import pack_float, pack_int8, unpack_int8
+from antiphon.export.bundle_model import sampling_inputs
+from antiphon.export.weights import pack_float, pack_int8, unpack_int8
 from antiphon.ops.logits_warpers import Warp, distribution
 from antiphon.ops.sampling import NONE_ALLOWED, NOT_FINITE, Samples, SamplingArrays, sample, uniform_at, warp_of
 from tests.batches import SampleSettings, sampling_of

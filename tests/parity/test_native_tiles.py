@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from antiphon.export.weights.packing import DEPTH, PANEL, pack_float, pack_int4, pack_int8
+from antiphon.export.weights import DEPTH, PANEL, pack_float, pack_int4, pack_int8
 from tests.parity.native_nodes import Pool, attend, normal, ramp, run_node
 
 Floats = NDArray[np.float32]

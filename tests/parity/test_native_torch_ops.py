@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from antiphon.bundle.native_stepper import sampling_inputs
+from antiphon.export.bundle_model import sampling_inputs
 from antiphon.ops.operator import torch_operator
 from antiphon.ops.operators import OPERATORS
 from antiphon.ops.operators.attention import disentangled_attention, paged_write, read_positions, write_position

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
-from antiphon.errors import ExportError
 from antiphon.export.export import export_bundle
-from antiphon.export.verification.verify import verify
+from antiphon.export.verify import verify
 from antiphon.transformer.random_model import random_transformer
 from tests.parity.conftest import VARIANTS
 from tests.parity.exports import small_config, write_checkpoint
@@ -24,9 +21,3 @@ def test_int4_graphs_agree_with_pytorch_and_are_smaller(tmp_path: Path) -> None:
     assert sizes["int4"] < 0.8 * sizes["int8"]
     assert (graphs.cache, graphs.explain) == ("float16", None)
     assert nibbles.graph_set().precision == "int8"
-
-
-def test_int4_has_native_graphs_only(tmp_path: Path) -> None:
-    checkpoint = write_checkpoint(tmp_path / "checkpoint", small_config())
-    with pytest.raises(ExportError, match="precision='int4' does not fit lowering='contrib'"):
-        export_bundle(checkpoint, tmp_path / "bundle", precisions=("int4",), lowerings=("native", "contrib"))

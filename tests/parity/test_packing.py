@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from antiphon.bundle.manifest import Bundle, Precision
-from antiphon.export.weights.packing import (
+from antiphon.export.quantize import quantize_groups, quantize_rows
+from antiphon.export.weights import (
     DEPTH,
     PANEL,
     pack_float,
@@ -22,8 +23,6 @@ from antiphon.export.weights.packing import (
     unpack_int8,
     unpack_weight,
 )
-from antiphon.export.weights.quantize import quantize_rows
-from antiphon.export.weights.quantize_groups import quantize_groups
 
 SIZES = st.tuples(st.integers(1, 70), st.integers(1, 150))
 

@@ -9,8 +9,8 @@ import torch
 
 from antiphon.bundle.position_tables import read_position_tables
 from antiphon.errors import GraphError, VerificationError
-from antiphon.export.graphs.position_graph import position_graph, verify_positions
-from antiphon.export.weights.weights_file import WeightsFile
+from antiphon.export.positions import position_graph, verify_positions
+from antiphon.export.weights import WeightsFile
 from antiphon.transformer.random_model import random_transformer
 from antiphon.transformer.transformer import Transformer
 from tests.parity.exports import small_config

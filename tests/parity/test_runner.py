@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from antiphon.bundle.manifest import Bundle, Precision
 from antiphon.checkpoints.checkpoint import Checkpoint
 from antiphon.engine.kv_cache import BlockPool
-from antiphon.export.verification.verify import TOLERANCES, compare
+from antiphon.export.verify import TOLERANCES, compare
 from antiphon.ops.cache_geometry import blocks_for
 from antiphon.ops.sampling import Samples
 from antiphon.runtime.native import NativeRunner

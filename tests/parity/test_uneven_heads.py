@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from antiphon.bundle.manifest import Bundle, Lowering, load_bundle
+from antiphon.bundle.manifest import Bundle, load_bundle
 from antiphon.checkpoints.checkpoint import Checkpoint
 from antiphon.client import ServerError
 from antiphon.domain.errors import Unsupported
 from antiphon.domain.sampling_params import SamplingParams
 from antiphon.errors import CheckpointError, LoweringError
 from antiphon.export.export import export_bundle
-from antiphon.export.verification.verify import TOLERANCES, compare
+from antiphon.export.verify import TOLERANCES, compare
 from antiphon.ops.cache_geometry import pool_axes
 from antiphon.runtime.explain import Explainer
 from antiphon.runtime.native import NativeRunner
@@ -47,9 +47,8 @@ def uneven(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 
 @pytest.fixture(scope="module")
 def exported(uneven: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    """Export in all lowerings of a CPU; the export itself compares the graphs with the model."""
-    lowerings: tuple[Lowering, ...] = ("native", "contrib", "eager")
-    return export_bundle(uneven, tmp_path_factory.mktemp("uneven") / "bundle", lowerings=lowerings)
+    """Export the model; the export itself compares the graphs with the model."""
+    return export_bundle(uneven, tmp_path_factory.mktemp("uneven") / "bundle")
 
 
 @pytest.fixture(scope="module")

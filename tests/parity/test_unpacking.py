@@ -16,12 +16,11 @@ from antiphon.bundle.manifest import Bundle, Precision, load_bundle
 from antiphon.checkpoints.checkpoint import Checkpoint, load_checkpoint, save_checkpoint, weights_of
 from antiphon.errors import BundleError, CheckpointError
 from antiphon.export.export import export_bundle
-from antiphon.export.graphs.graph_edit import constant_array
-from antiphon.export.verification.verify import verify
-from antiphon.export.weights.packing import unpack_int8
-from antiphon.export.weights.quantize import quantize_rows
-from antiphon.export.weights.quantize_groups import quantize_groups
-from antiphon.export.weights.unpacking import unpack_checkpoint
+from antiphon.export.graph_edit import constant_array
+from antiphon.export.quantize import quantize_groups, quantize_rows
+from antiphon.export.unpacking import unpack_checkpoint
+from antiphon.export.verify import verify
+from antiphon.export.weights import unpack_int8
 from antiphon.load.workload import EVERYDAY
 from antiphon.runtime.lanes import open_runner
 from antiphon.server.settings import SHIPPED_BUNDLE

@@ -5,7 +5,7 @@ Imports no torch. Layout of a bundle:
     manifest.json     the `Manifest` below as JSON, with a checksum of the file itself
     tokenizer.json    `tokenizers` format, or the files that text/format.py names instead
     weights.*.bin     external data shared by the graphs of one precision
-    *.onnx            encoder and decoder graphs of each precision, and the eager graphs if exported
+    *.onnx            encoder and decoder graphs of each precision and lowering
     explain.*.onnx    attention weights of all heads at one precision; optional
     positions.onnx    learned tables of positions, see position_tables.py; only of models that have some
     NOTICE            licence and attribution of the training data
@@ -41,7 +41,7 @@ _MAX_MANIFEST_BYTES = 1 << 24
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 
 Precision = Literal["float32", "int8", "int4", "bfloat16", "float16"]
-Lowering = Literal["native", "contrib", "eager", "cuda"]
+Lowering = Literal["native", "cuda"]
 CacheType = Literal["float32", "float16"]
 Measure = Literal["bleu", "perplexity", "accuracy", "f1"]
 
@@ -59,14 +59,6 @@ class FileEntry(_Strict):
 
 class GraphSet(_Strict):
     """File names of the graphs that run the model at one precision and lowering.
-
-    Contrib and eager graphs. Each row has its own arrays:
-        encoder: input_ids [B,S] int64 -> present.{i}.encoder.key/value [B,H,S,D] float32 for each decoder layer i.
-            Every row has length S: the contrib lowering does not support padding.
-        decoder: input_ids [B,1] int64, past_lens [B] int32, source_lens [B] int32,
-            past_key_values.{i}.decoder.key/value [B,H,C,D], past_key_values.{i}.encoder.key/value [B,H,E,D] float32
-            -> logits [B,V] float32, present.{i}.decoder.key/value (bind to the past buffers: written in place).
-            past_lens[b] tokens of row b are cached; the new token has position past_lens[b].
 
     Native graphs. Batches are packed, with N tokens in all. Caches are blocks of one pool; block tables [rows, X] and
     [rows, Y] hold their ids:
@@ -113,7 +105,7 @@ class GraphSet(_Strict):
     decoder: str | None = None
     heads: dict[Task, str] = Field(default_factory=dict)
     cache: CacheType | None = None
-    explain: str | None = None  # graph of explain_graph.py at this precision; several sets can share one
+    explain: str | None = None  # graph of export/explain.py at this precision; several sets can share one
 
     @property
     def encoder_file(self) -> str:

@@ -4,7 +4,7 @@ serving_session: for the server and for `antiphon profile`, whose figures theref
     `profiling` these sessions also record the time of every node.
 cuda_session: for the server on an NVIDIA GPU.
 seldom_session: for attention weights and positions of single calls; it keeps no memory between runs.
-plain_session, native_session: for verification and tests, where speed and memory do not matter.
+native_session: for verification and tests, where speed and memory do not matter.
 
 Torch-free. Errors of ONNX Runtime are raised unchanged: callers add the file's name.
 """
@@ -17,7 +17,6 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
-from antiphon.bundle.exact_products import keep_products_exact
 from antiphon.bundle.onnx_runtime import ort
 from antiphon.ops.workspace import LIBRARY, Workspace
 
@@ -49,7 +48,6 @@ def serving_session(path: Path, threads: int, workspace: Workspace) -> Any:
     options.enable_mem_pattern = False
     # Each session has its own pool, because the workers of a shared pool cannot be made to stop polling.
     options.add_session_config_entry("session.intra_op.spin_duration_us", str(_SPIN_US))
-    keep_products_exact(options)
     if (prefix := _profile_prefix.get()) is not None:
         options.enable_profiling = True
         options.profile_file_prefix = str(prefix)
@@ -88,13 +86,6 @@ def seldom_session(path: Path, threads: int) -> Any:
     # An arena would keep the score matrices of the longest call so far.
     options.enable_cpu_mem_arena = False
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    return _open(str(path), options)
-
-
-def plain_session(path: Path, threads: int = 1) -> Any:
-    """Open a contrib or eager graph."""
-    options = _options(threads)
-    keep_products_exact(options)
     return _open(str(path), options)
 
 

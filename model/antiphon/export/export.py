@@ -6,13 +6,13 @@ Owns the order of the steps and the directory. Other modules trace, quantise, st
 from __future__ import annotations
 
 import argparse
+import itertools
 import re
 import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal
 
 import onnx_ir as ir
 from tqdm import tqdm
@@ -35,23 +35,18 @@ from antiphon.bundle.manifest import (
 )
 from antiphon.checkpoints.checkpoint import Checkpoint, load_checkpoint, with_lengths
 from antiphon.errors import ExportError, ModelError
-from antiphon.export.explain.explain_graph import trace_explain, verify_explain
-from antiphon.export.explain.explain_weights import Layout, store_as
-from antiphon.export.graphs.cuda_lowering import check_config, lower_for_cuda
-from antiphon.export.graphs.position_graph import position_graph, verify_positions
-from antiphon.export.graphs.trace import trace_decoder, trace_encoder, trace_head
-from antiphon.export.verification.verify import verify
-from antiphon.export.verification.verify_encoder import verify_encoder
-from antiphon.export.weights.packing import pack_weights
-from antiphon.export.weights.quantize import quantize
-from antiphon.export.weights.weights_file import WeightsFile
+from antiphon.export.cuda_lowering import check_config, lower_for_cuda
+from antiphon.export.explain import store_packed, trace_explain, verify_explain
+from antiphon.export.positions import position_graph, verify_positions
+from antiphon.export.trace import trace_decoder, trace_encoder, trace_head
+from antiphon.export.verify import verify, verify_encoder
+from antiphon.export.weights import WeightsFile, pack_weights
 from antiphon.transformer.transformer import Transformer
 
 PRECISIONS: tuple[Precision, ...] = ("float32", "int8")  # default of a bundle
 CUDA_PRECISIONS: tuple[Precision, ...] = ("bfloat16", "float16", "float32")
 ALL_PRECISIONS: tuple[Precision, ...] = (*PRECISIONS, "int4", "bfloat16", "float16")
-CPU_LOWERINGS: tuple[Lowering, ...] = ("native", "contrib", "eager")
-LOWERINGS: tuple[Lowering, ...] = (*CPU_LOWERINGS, "cuda")
+LOWERINGS: tuple[Lowering, ...] = ("native", "cuda")
 POSITIONS_NAME = "positions.onnx"
 CACHE_TYPES: tuple[CacheType, ...] = ("float32", "float16")
 
@@ -125,36 +120,22 @@ def check_target(target: Path, name: str, *, overwrite: bool) -> None:
             raise ExportError(f"{target} is not a bundle ({MANIFEST_NAME} is missing) and will not be replaced")
 
 
-def _check_sublayers(config: ModelConfig, lowerings: Sequence[Lowering]) -> None:
-    """Raise ExportError if a fused operator would have to leave out norms or residual connections."""
-    fused = [name for name in lowerings if name in ("native", "cuda")]
-    if fused and (config.norm == "none" or not config.residual):
-        raise ExportError(
-            f"norm={config.norm!r}, residual={config.residual} does not fit lowering={fused[0]!r}: its operators add "
-            "the residual and normalise; use lowering 'eager' or 'contrib'"
-        )
-
-
 def _check_lowerings(config: ModelConfig, lowerings: Sequence[Lowering], precisions: Sequence[Precision]) -> None:
-    """Raise ExportError for a lowering that cannot run the architecture or a precision, LoweringError for a model.
+    """Raise ExportError for a model, precision or lowering without graphs, LoweringError for a model no GPU runs.
 
-    Only native and cuda graphs support encoder-only and decoder-only models, only native ones 4-bit weights, and only
-    cuda ones bfloat16 and float16. Of other precisions a lowering gets those that it has.
+    Only native graphs have int8 and int4 weights, and only cuda ones bfloat16 and float16. Of other precisions a
+    lowering gets those that it has.
     """
-    _check_sublayers(config, lowerings)
-    baselines = [name for name in lowerings if name not in ("native", "cuda")]
-    if "int4" in precisions and baselines:
-        raise ExportError(f"precision='int4' does not fit lowering={baselines[0]!r}: it has native graphs only")
-    if config.architecture != "encoder-decoder" and baselines:
+    if config.norm == "none" or not config.residual:
         raise ExportError(
-            f"lowering={baselines[0]!r} does not fit architecture={config.architecture!r}: such models have native "
-            "and cuda graphs only"
+            f"norm={config.norm!r}, residual={config.residual} cannot be exported: the operators add the residual and "
+            "normalise"
         )
     for precision in precisions:
         if not any(_has_graphs(lowering, precision) for lowering in lowerings):
             raise ExportError(
                 f"precision={precision!r} does not fit lowering={lowerings[0]!r}: bfloat16 and float16 are for cuda "
-                "graphs, int8 and int4 for the others"
+                "graphs, int8 and int4 for native ones"
             )
     for lowering in lowerings:
         if not any(_has_graphs(lowering, precision) for precision in precisions):
@@ -169,7 +150,7 @@ def _has_graphs(lowering: Lowering, precision: Precision) -> bool:
     """Return True if an export of this lowering and precision writes graphs."""
     if lowering == "cuda":
         return precision in CUDA_PRECISIONS
-    return precision in ALL_PRECISIONS and precision not in ("bfloat16", "float16")
+    return precision not in ("bfloat16", "float16")
 
 
 def write_graphs(
@@ -182,68 +163,44 @@ def write_graphs(
     explain: bool = False,
 ) -> list[GraphSet]:
     """Trace the model and write its graphs and weights; arguments as for `export_bundle`. Verifies nothing."""
-    traced = {
-        (lowering, part): _trace(model, part, lowering)
-        for lowering in tqdm(dict.fromkeys(map(_traced, lowerings)), desc="trace", unit="lowering", disable=None)
-        for part in _graphs_of(model.config)
-    }
+    parts = (*model.config.parts, *(head.task for head in model.config.heads))
+    traced = {part: _trace(model, part) for part in tqdm(parts, desc="trace", unit="graph", disable=None)}
     # An explain graph needs weights that a CPU reads, and returns one tensor for layers of equal numbers of heads.
-    is_explained = explain and {*lowerings} != {"cuda"} and model.config.module_heads is None
+    is_explained = explain and "native" in lowerings and model.config.module_heads is None
     explain_graph = trace_explain(model) if is_explained else None
     positions = position_graph(model)
     sets = []
-    for precision in precisions:
-        explain_name: str | None = None
-        for layout, group in _by_layout([name for name in lowerings if _has_graphs(name, precision)]).items():
-            with WeightsFile(directory / f"weights.{layout}.{precision}.bin") as weights:
-                if positions is not None and not (directory / POSITIONS_NAME).exists():
-                    weights.save(positions, directory / POSITIONS_NAME)
-                written = [_graph_set(model.config, lowering, precision, cache) for lowering in group]
-                for graphs in written:
-                    for part in _graphs_of(model.config):
-                        finished = _at_precision(traced[_traced(graphs.lowering), part], part, model.config, graphs)
-                        weights.save(finished, directory / _graph_name(part, lowering=graphs.lowering, at=precision))
-                if explain_graph is not None and explain_name is None and layout != "cuda" and precision != "int4":
-                    explain_name = f"explain.{precision}.onnx"
-                    weights.save(_explain_graph_at(explain_graph, layout, precision), directory / explain_name)
-            explained = explain_name if layout != "cuda" else None
-            sets += [graphs.model_copy(update={"explain": explained}) for graphs in written]
+    for precision, lowering in itertools.product(precisions, lowerings):
+        if not _has_graphs(lowering, precision):
+            continue
+        graphs = _graph_set(model.config, lowering, precision, cache)
+        with WeightsFile(directory / f"weights.{lowering}.{precision}.bin") as weights:
+            if positions is not None and not (directory / POSITIONS_NAME).exists():
+                weights.save(positions, directory / POSITIONS_NAME)
+            for part in parts:
+                finished = _at_precision(traced[part], part, model.config, graphs)
+                weights.save(finished, directory / _graph_name(part, lowering, precision))
+            if explain_graph is not None and lowering == "native" and precision != "int4":
+                graphs = graphs.model_copy(update={"explain": f"explain.{precision}.onnx"})
+                packed = explain_graph.clone()
+                store_packed(packed, precision)
+                weights.save(packed, directory / f"explain.{precision}.onnx")
+        sets.append(graphs)
     return sets
 
 
-def _by_layout(lowerings: Sequence[Lowering]) -> dict[Layout | Literal["cuda"], list[Lowering]]:
-    """Group lowerings by the layout of their weights, one file for a group.
-
-    Weights are packed for the native kernels, of one element type for a GPU, or plain.
-    """
-    layouts: dict[Layout | Literal["cuda"], list[Lowering]] = {}
-    for lowering in lowerings:
-        layouts.setdefault(lowering if lowering in ("native", "cuda") else "plain", []).append(lowering)
-    return layouts
-
-
-def _traced(lowering: Lowering) -> Lowering:
-    """Return the lowering whose traced graphs this one starts from."""
-    return "native" if lowering == "cuda" else lowering
-
-
-def _graphs_of(config: ModelConfig) -> tuple[Part | Task, ...]:
-    """Return the parts of the model that have a graph of their own."""
-    return (*config.parts, *(head.task for head in config.heads))
-
-
-def _trace(model: Transformer, part: Part | Task, lowering: Lowering) -> ir.Model:
+def _trace(model: Transformer, part: Part | Task) -> ir.Model:
     if part == "encoder":
-        return trace_encoder(model, lowering)
-    return trace_decoder(model, lowering) if part == "decoder" else trace_head(model, part)
+        return trace_encoder(model)
+    return trace_decoder(model) if part == "decoder" else trace_head(model, part)
 
 
-def _graph_name(part: Part | Task, *, lowering: Lowering, at: Precision) -> str:
-    return f"{part}.{lowering}.{at}.onnx"
+def _graph_name(part: Part | Task, lowering: Lowering, precision: Precision) -> str:
+    return f"{part}.{lowering}.{precision}.onnx"
 
 
 def _graph_set(config: ModelConfig, lowering: Lowering, precision: Precision, cache: CacheType | None) -> GraphSet:
-    names = {part: _graph_name(part, lowering=lowering, at=precision) for part in _graphs_of(config)}
+    names = {part: _graph_name(part, lowering, precision) for part in config.parts}
     cache_type: CacheType | None = None
     if lowering == "native" and "decoder" in names:
         cache_type = cache or ("float32" if precision == "float32" else "float16")
@@ -252,7 +209,7 @@ def _graph_set(config: ModelConfig, lowering: Lowering, precision: Precision, ca
         lowering=lowering,
         encoder=names.get("encoder"),
         decoder=names.get("decoder"),
-        heads={head.task: names[head.task] for head in config.heads},
+        heads={head.task: _graph_name(head.task, lowering, precision) for head in config.heads},
         cache=cache_type,
     )
 
@@ -262,19 +219,9 @@ def _at_precision(model: ir.Model, part: Part | Task, config: ModelConfig, graph
     if graphs.lowering == "cuda":
         return lower_for_cuda(model, config, part, graphs.precision)
     copy = model.clone()
-    if graphs.lowering == "native":
-        pack_weights(copy, graphs.precision)
-        if graphs.cache is not None:
-            _set_cache_type(copy, graphs.cache)
-    elif graphs.precision == "int8":
-        quantize(copy)
-    return copy
-
-
-def _explain_graph_at(explain_graph: ir.Model, layout: Layout, precision: Precision) -> ir.Model:
-    """Return a copy of the explain graph that reads weights as graphs of this layout and precision store them."""
-    copy = explain_graph.clone()
-    store_as(copy, layout, precision)
+    pack_weights(copy, graphs.precision)
+    if graphs.cache is not None:
+        _set_cache_type(copy, graphs.cache)
     return copy
 
 
@@ -329,11 +276,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         choices=LOWERINGS,
         default=["native"],
-        help="native: our own operators (default); cuda: for an NVIDIA GPU; contrib: operators that ship in ONNX "
-        "Runtime; eager: score matrices are stored; contrib and eager are baselines of `antiphon profile`",
+        help="native: for processors (default); cuda: for an NVIDIA GPU",
     )
-    parser.add_argument("--contrib", action="store_true", help="add contrib graphs")
-    parser.add_argument("--eager", action="store_true", help="add eager graphs")
     parser.add_argument(
         "--cache-type",
         choices=CACHE_TYPES,
@@ -353,31 +297,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--overwrite", action="store_true", help="replace BUNDLE if it is a bundle")
 
 
-def _lowerings(args: argparse.Namespace) -> tuple[Lowering, ...]:
-    """Return the lowerings that the flags name, each once, in the order of LOWERINGS."""
-    requested = {*args.lowering, *(name for name in ("contrib", "eager") if getattr(args, name))}
-    return tuple(lowering for lowering in LOWERINGS if lowering in requested)
-
-
 def chosen_precisions(given: Sequence[Precision] | None, lowerings: Sequence[Lowering]) -> tuple[Precision, ...]:
     """Return the precisions of --precision, each once, or the default ones of the lowerings."""
     if given is not None:
         return tuple(dict.fromkeys(given))
-    defaults = PRECISIONS if any(lowering in CPU_LOWERINGS for lowering in lowerings) else ()
+    defaults = PRECISIONS if "native" in lowerings else ()
     return (*defaults, "bfloat16") if "cuda" in lowerings else defaults
 
 
 def run(args: argparse.Namespace) -> int:
     """Export; return 0 when the bundle is written, or 2 after one line on standard error when it cannot be."""
     try:
+        lowerings = tuple(name for name in LOWERINGS if name in args.lowering)  # each once, in this order
         checkpoint = with_lengths(
             load_checkpoint(args.checkpoint), max_source_len=args.max_source_len, max_target_len=args.max_target_len
         )
         bundle = export_bundle(
             checkpoint,
             args.bundle,
-            precisions=chosen_precisions(args.precision, _lowerings(args)),
-            lowerings=_lowerings(args),
+            precisions=chosen_precisions(args.precision, lowerings),
+            lowerings=lowerings,
             cache=args.cache_type,
             explain=args.explain,
             name=args.name,

@@ -1,5 +1,6 @@
 """`antiphon profile`: measure the working memory of a bundle's encoder graphs over a grid, and fit it.
 
+Beside them it measures an encoder of the same shape that stores its score matrices, whose memory grows with T^2.
 Owns the grid, the manifest's memory profile and the table. The counting allocator (ops/workspace.py) measures exactly,
 so one run of each point is enough. A random model of a preset replaces the bundle for sources that are too long for any
 bundle. Does not know the serving code that reads the fit.
@@ -11,19 +12,29 @@ import argparse
 import os
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
+from tqdm import tqdm
 
 from antiphon.architecture.config import ModelConfig, preset
 from antiphon.bundle.graph import Graph
 from antiphon.bundle.machine import available_bytes, processor_name
-from antiphon.bundle.manifest import Bundle, GraphSet, Manifest, MemoryFit, MemoryProfile, load_bundle, write_manifest
+from antiphon.bundle.manifest import (
+    Bundle,
+    CacheType,
+    Manifest,
+    MemoryFit,
+    MemoryProfile,
+    load_bundle,
+    write_manifest,
+)
 from antiphon.bundle.memory_fit import MIN_LENGTHS, Measurement, fit_memory
 from antiphon.bundle.onnx_runtime import ort
 from antiphon.errors import GraphError, ModelError
@@ -31,10 +42,15 @@ from antiphon.ops.cache_geometry import blocks_for, pool_axes
 from antiphon.ops.workspace import Workspace
 from antiphon.text.format import TextFormat
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 DEFAULT_ROWS = (1, 4, 16)
 RANDOM_LONGEST = 4096
 _SHORTEST = 16
 _MIB = 1 << 20
+# Name of the encoder that is measured for comparison.
+EAGER = "eager-float32"
 
 
 class ProfileError(ModelError):
@@ -60,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     subject.add_argument(
         "--random",
         metavar="PRESET",
-        help=f"measure a random model of this size (base, big, tiny) in every lowering, up to {RANDOM_LONGEST} tokens",
+        help=f"measure a random model of this size (base, big, tiny), up to {RANDOM_LONGEST} tokens",
     )
     parser.add_argument(
         "--lengths", metavar="N,N,...", help="source lengths in tokens (default: powers of two up to the model's limit)"
@@ -78,9 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run `antiphon profile` and return the exit code."""
-    from antiphon.export.memory_plot import (
-        plot_memory,  # first, so that a missing matplotlib costs no measurement
-    )
+    from matplotlib.figure import Figure  # first, so that a missing matplotlib costs no measurement
 
     try:
         with _subject(args) as bundle:
@@ -90,11 +104,17 @@ def run(args: argparse.Namespace) -> int:
             fits = {name: fit_memory(points, packed=name.startswith("native")) for name, points in measurements.items()}
             if args.bundle:
                 memory = MemoryProfile(
-                    fits=fits, machine=f"{processor_name()}, {grid.threads} threads, onnxruntime {ort.__version__}"
+                    fits={name: fit for name, fit in fits.items() if name != EAGER},
+                    machine=f"{processor_name()}, {grid.threads} threads, onnxruntime {ort.__version__}",
                 )
                 write_manifest(bundle.path, bundle.manifest.model_copy(update={"memory": memory}))
         plot_memory(
-            plot, measurements, fits, num_heads=bundle.manifest.model.num_heads, title=f"{bundle.manifest.name} encoder"
+            Figure(figsize=(7, 5), layout="constrained"),
+            plot,
+            measurements,
+            fits,
+            num_heads=bundle.manifest.model.num_heads,
+            title=f"{bundle.manifest.name} encoder",
         )
     except (ModelError, OSError) as error:
         print(f"antiphon profile: {error}", file=sys.stderr)
@@ -113,7 +133,7 @@ def _subject(args: argparse.Namespace) -> Iterator[Bundle]:
             raise ProfileError(f"{args.bundle} is decoder-only; only encoders are measured")
         yield bundle
         return
-    from antiphon.export.export import CPU_LOWERINGS, write_graphs
+    from antiphon.export.export import write_graphs
     from antiphon.transformer.random_model import random_transformer
 
     longest = max(_numbers("--lengths", args.lengths)) if args.lengths else RANDOM_LONGEST
@@ -122,7 +142,7 @@ def _subject(args: argparse.Namespace) -> Iterator[Bundle]:
     except ValueError as error:
         raise ProfileError(f"--random: {error}") from None
     with tempfile.TemporaryDirectory() as folder:
-        graphs = write_graphs(model, Path(folder), ("float32",), CPU_LOWERINGS)
+        graphs = write_graphs(model, Path(folder), ("float32",), ("native",))
         manifest = Manifest(
             name=f"random-{args.random}",
             model=model.config,
@@ -134,39 +154,84 @@ def _subject(args: argparse.Namespace) -> Iterator[Bundle]:
 
 
 def measure_bundle(bundle: Bundle, grid: Grid) -> dict[str, list[Measurement]]:
-    """Measure the encoder of every graph set of the bundle that runs on a CPU; keys are `<lowering>-<precision>`.
+    """Measure the encoder of every graph set of the bundle that runs on a CPU, and EAGER of the same shape.
 
-    A run that exceeds the grid's budget is reported on standard error and left out.
+    Keys are `<lowering>-<precision>`. A run that exceeds the grid's budget is reported on standard error and left out.
     Raises GraphError, WorkspaceError, or ProfileError when too little of the grid fits in the budget.
     """
-    sets = sorted((graphs for graphs in bundle.manifest.graphs if graphs.lowering != "cuda"), key=_key)
-    if not any(graphs.lowering == "eager" for graphs in sets):
-        _report("the bundle has no eager graphs, whose T^2 figures would be a comparison")
+    config = bundle.manifest.model
+    names = {
+        f"{graphs.lowering}-{graphs.precision}": (bundle.file(graphs.encoder_file), graphs.cache)
+        for graphs in bundle.manifest.graphs
+        if graphs.lowering != "cuda"
+    }
     workspace = Workspace()
     try:
-        return {_key(graphs): _measure_set(bundle, graphs, grid, workspace) for graphs in sets}
+        measured = {}
+        for name, (path, cache) in sorted(names.items()):
+            inputs = partial(encoder_inputs, config, cache)
+            measured[name] = _measure_graph(path, name, inputs, grid, workspace)
+        with tempfile.TemporaryDirectory() as folder:
+            path = write_eager_encoder(config, Path(folder))
+            eager = _measure_graph(path, EAGER, partial(eager_inputs, config), grid, workspace)
+        return {EAGER: eager} | measured
     finally:
         workspace.limit_growth(None)
 
 
-def _measure_set(bundle: Bundle, graphs: GraphSet, grid: Grid, workspace: Workspace) -> list[Measurement]:
+def write_eager_encoder(config: ModelConfig, folder: Path) -> Path:
+    """Write the graph of a random float32 encoder of this shape that stores its score matrices, and return its path.
+
+    Its memory grows with T^2. It shows what the served graphs save, and is measured only here. The working memory does
+    not depend on the weights.
+    """
+    import torch
+
+    from antiphon.export.trace import OPSET, quiet_exporter
+    from antiphon.transformer.random_model import random_transformer
+
+    encoder = random_transformer(config).encoder
+    assert encoder is not None
+    path = folder / "encoder.eager.onnx"
+    with quiet_exporter(), torch.no_grad():
+        torch.onnx.export(
+            encoder,
+            (torch.zeros(3, min(7, config.max_source_len), dtype=torch.int64), None),
+            path,
+            dynamo=True,
+            input_names=["input_ids"],
+            output_names=["memory"],
+            dynamic_shapes=({0: "batch", 1: "source"}, None),
+            opset_version=OPSET,
+            verbose=False,
+        )
+    return path
+
+
+def _measure_graph(
+    path: Path,
+    name: str,
+    inputs_of: Callable[[int, int], Mapping[str, NDArray[Any]]],
+    grid: Grid,
+    workspace: Workspace,
+) -> list[Measurement]:
     workspace.limit_growth(None)
-    encoder = Graph(bundle.file(graphs.encoder_file), "encoder", grid.threads, workspace)
+    encoder = Graph(path, "encoder", grid.threads, workspace)
     workspace.limit_growth(grid.budget_bytes)
-    cells = [(rows, length) for rows in grid.rows for length in grid.lengths]
     measured = []
-    for rows, length in _progress(cells, _key(graphs)):
+    cells = [(rows, length) for rows in grid.rows for length in grid.lengths]
+    for rows, length in tqdm(cells, desc=name, unit="run", leave=False, disable=None):
         refusals = workspace.stats().refusals
         try:
-            peak = measure_peak(encoder, workspace, encoder_inputs(bundle.manifest.model, graphs, rows, length))
+            peak = measure_peak(encoder, workspace, inputs_of(rows, length))
         except GraphError:
             if workspace.stats().refusals == refusals:
                 raise
-            _report(f"{_key(graphs)}: {rows} x {length} tokens needs over {grid.budget_bytes / _MIB:.0f} MiB; left out")
+            _report(f"{name}: {rows} x {length} tokens needs over {grid.budget_bytes / _MIB:.0f} MiB; left out")
         else:
             measured.append(Measurement(rows=rows, length=length, peak_bytes=peak))
     if len({m.length for m in measured if m.rows == grid.rows[0]}) < MIN_LENGTHS:
-        raise ProfileError(f"--lengths: fewer than {MIN_LENGTHS} fit in memory for {_key(graphs)}; give shorter ones")
+        raise ProfileError(f"--lengths: fewer than {MIN_LENGTHS} fit in memory for {name}; give shorter ones")
     return measured
 
 
@@ -181,13 +246,15 @@ def measure_peak(encoder: Graph, workspace: Workspace, inputs: Mapping[str, NDAr
     return workspace.stats().peak_bytes - before
 
 
-def encoder_inputs(config: ModelConfig, graphs: GraphSet, rows: int, length: int) -> dict[str, NDArray[Any]]:
-    """Return `rows` sources of `length` tokens in the form that the graphs of this lowering need."""
-    ids = np.full((rows, length), config.eos_id, np.int64)
-    if graphs.lowering != "native":
-        return {"input_ids": ids}
+def eager_inputs(config: ModelConfig, rows: int, length: int) -> dict[str, NDArray[Any]]:
+    """Return `rows` sources of `length` tokens as inputs of EAGER."""
+    return {"input_ids": np.full((rows, length), config.eos_id, np.int64)}
+
+
+def encoder_inputs(config: ModelConfig, cache: CacheType | None, rows: int, length: int) -> dict[str, NDArray[Any]]:
+    """Return `rows` sources of `length` tokens as inputs of an encoder graph of this cache type."""
     packed: dict[str, NDArray[Any]] = {
-        "input_ids": ids.ravel(),
+        "input_ids": np.full(rows * length, config.eos_id, np.int64),
         "positions": np.tile(np.arange(length, dtype=np.int32), rows),
         "offsets": np.arange(rows + 1, dtype=np.int32) * length,
     }
@@ -195,7 +262,7 @@ def encoder_inputs(config: ModelConfig, graphs: GraphSet, rows: int, length: int
         return packed | ({"type_ids": np.zeros(rows * length, np.int64)} if config.token_types else {})
     blocks = blocks_for(length)
     tables = np.arange(rows * blocks, dtype=np.int32).reshape(rows, blocks)
-    return packed | {"block_tables": tables, "cache": np.zeros((rows * blocks, *pool_axes(config)), graphs.cache)}
+    return packed | {"block_tables": tables, "cache": np.zeros((rows * blocks, *pool_axes(config)), cache)}
 
 
 def _plot_path(args: argparse.Namespace, bundle: Bundle) -> Path:
@@ -236,18 +303,6 @@ def _default_lengths(limit: int) -> tuple[int, ...]:
     return (*powers, limit)
 
 
-def _key(graphs: GraphSet) -> str:
-    return f"{graphs.lowering}-{graphs.precision}"
-
-
-def _progress(cells: Sequence[tuple[int, int]], label: str) -> Iterable[tuple[int, int]]:
-    if not sys.stderr.isatty():
-        return cells
-    from tqdm import tqdm
-
-    return tqdm(cells, desc=label, unit="run", leave=False)
-
-
 def _report(message: str) -> None:
     print(f"antiphon profile: {message}", file=sys.stderr)
 
@@ -264,3 +319,35 @@ def _print_table(measurements: dict[str, list[Measurement]], fits: dict[str, Mem
             cells = "".join(f"{peaks.get(length, '-'):>9}" for length in lengths)
             fitted = f"{fit.exponent:>10.2f}{fit.b:>9.0f}{fit.c:>7.1f}{fit.residual:>10.1%}"
             print(f"{name:<18}{rows:>5}{cells}{fitted}")
+
+
+def plot_memory(
+    figure: Figure,
+    path: Path,
+    measurements: Mapping[str, Sequence[Measurement]],
+    fits: Mapping[str, MemoryFit],
+    *,
+    num_heads: int,
+    title: str,
+) -> None:
+    """Write one log-log panel at the largest number of rows; the dashed line is one layer's float32 score matrix."""
+    axes = figure.subplots()
+    rows = max(m.rows for measured in measurements.values() for m in measured)
+    lengths = np.array(sorted({m.length for measured in measurements.values() for m in measured}))
+    for name, measured in measurements.items():
+        shown = [m for m in measured if m.rows == rows]
+        points = axes.plot([m.length for m in shown], [m.peak_bytes / _MIB for m in shown], "o")
+        curve = [fits[name].predict(rows, int(length)) / _MIB for length in lengths]
+        label = f"{name}: T^{fits[name].exponent:.2f}"
+        axes.plot(lengths, curve, color=points[0].get_color(), label=label)
+    scores = rows * num_heads * lengths.astype(float) ** 2 * 4 / _MIB
+    axes.plot(lengths, scores, "k--", linewidth=1, label="score matrix of one layer")
+    axes.set(
+        xscale="log", yscale="log", xlabel="source length T, tokens", ylabel=f"peak workspace, MiB, {rows} rows",
+        title=title,
+    )  # fmt: skip
+    axes.set_xticks(lengths, [str(length) for length in lengths])
+    axes.minorticks_off()
+    axes.grid(visible=True, alpha=0.3)
+    axes.legend()
+    figure.savefig(path, format="png", dpi=120)

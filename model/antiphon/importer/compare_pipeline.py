@@ -25,7 +25,7 @@ from antiphon.checkpoints.adapter import Adapter
 from antiphon.checkpoints.sentence_transformers import declared_scores
 from antiphon.checkpoints.settings import in_one_line
 from antiphon.errors import VerificationError
-from antiphon.export.verification.verify import TOLERANCES
+from antiphon.export.verify import TOLERANCES
 from antiphon.importer.original import load_original, quiet_transformers
 from antiphon.ops.readout import finished, pool, scores_of
 from antiphon.text.format import TextFormat, fill, num_before

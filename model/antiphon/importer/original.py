@@ -26,7 +26,7 @@ from antiphon.architecture.heads import FIRST_TOKEN_TASKS, Task
 from antiphon.checkpoints.adapter import PREFIX, Adapter
 from antiphon.checkpoints.settings import in_one_line
 from antiphon.errors import VerificationError
-from antiphon.export.verification.verify import TOLERANCES
+from antiphon.export.verify import TOLERANCES
 from antiphon.transformer.transformer import Transformer
 
 # Names of transformers' outputs for each of our heads; the first existing one is used.

@@ -15,10 +15,10 @@ from pathlib import Path
 import numpy as np
 
 from antiphon.bundle.manifest import Bundle, Precision
-from antiphon.bundle.native_encoder import Floats, Ids, NativeEncoder
 from antiphon.checkpoints.checkpoint import Checkpoint, load_checkpoint
 from antiphon.client import Client, Options, ServerError
 from antiphon.errors import ModelError
+from antiphon.export.bundle_model import Floats, Ids, NativeEncoder
 from antiphon.export.export import export_bundle
 from antiphon.lab.costs import median_seconds
 from antiphon.text.tokenizer import encode_sources, open_tokenizer

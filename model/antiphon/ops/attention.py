@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-Backend = Literal["eager", "sdpa", "fused"]
+Backend = Literal["eager", "sdpa"]
 
 
 def visible_keys(queries: int, keys: int, key_lens: Tensor | None, *, causal: bool, device: torch.device) -> Tensor:

@@ -5,17 +5,14 @@ Without the factor 1 / sqrt(D) the softmax saturates, and its gradient vanishes 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from antiphon.ops.attention import attention_weights
-from antiphon.transformer.layers import CrossAttention, SelfAttention
+from antiphon.transformer.recorder import Kind, record_weights
 
 
 @dataclass(slots=True)
@@ -35,35 +32,14 @@ def recorded_entropies(model: nn.Module) -> Iterator[Entropies]:
 
     A module's value is the mean over rows, heads and positions of the batch, padding included, in nats.
     """
-    found = Entropies()
-    replaced: list[tuple[SelfAttention | CrossAttention, Callable[..., Tensor]]] = []
-    for name, module in model.named_modules():
-        if isinstance(module, SelfAttention | CrossAttention):
-            replaced.append((module, module.attend))
-            module.attend = partial(_recorded, module.attend, found, _kind(name))
+    entropies = Entropies()
+
+    def record(kind: Kind, weights: Tensor) -> None:
+        entropy = torch.special.entr(weights.detach().float()).sum(dim=-1).mean()
+        entropies.values.setdefault(kind, []).append(float(entropy))
+
+    end = record_weights(model, record)
     try:
-        yield found
+        yield entropies
     finally:
-        for module, attend in replaced:
-            module.attend = attend
-
-
-def _kind(name: str) -> str:
-    side = "encoder" if ".decoder." not in f".{name}." else "decoder"
-    return f"{side}_{'cross' if name.endswith('cross_attention') else 'self'}"
-
-
-def _recorded(
-    attend: Callable[..., Tensor],
-    found: Entropies,
-    kind: str,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_lens: Tensor | None,
-    bias: Tensor | None,
-    **settings: Any,
-) -> Tensor:
-    weights = attention_weights(query, key, key_lens, bias, **settings).detach().float()
-    found.values.setdefault(kind, []).append(float(torch.special.entr(weights).sum(dim=-1).mean()))
-    return attend(query, key, value, key_lens, bias, **settings)
+        end()

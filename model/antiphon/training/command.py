@@ -11,8 +11,11 @@ import torch
 
 from antiphon.bundle.manifest import MANIFEST_NAME, load_bundle
 from antiphon.checkpoints.checkpoint import Checkpoint, load_checkpoint
-from antiphon.errors import ModelError, RecipeError
-from antiphon.export.weights.unpacking import unpack_checkpoint
+from antiphon.errors import (
+    ModelError,
+    RecipeError,
+)
+from antiphon.export.unpacking import unpack_checkpoint
 from antiphon.training.recipe import AnyRecipe, FineTuneRecipe, PretrainRecipe, load_any_recipe
 from antiphon.training.task import Group
 from antiphon.training.trainer import Trainer

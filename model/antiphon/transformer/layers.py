@@ -1,8 +1,8 @@
 """Layers of the Transformer (Vaswani et al. 2017 and common variants); ModelConfig selects the variant.
 
 Normalisation, feed-forward, self-attention and cross-attention, residual connections, and the encoder and decoder
-layers built from them. A backend name selects the attention function: the eager reference, PyTorch's fused kernel for
-training, or this project's operators. Embeddings and stacks are in transformer.py.
+layers built from them. A backend name selects the attention function: the eager reference, or PyTorch's fused kernel
+for training. Embeddings and stacks are in transformer.py.
 
 Axes: B batch, S source, T target, M model width, H heads, D head width, C cache capacity.
 """
@@ -25,19 +25,7 @@ Relative = tuple[Tensor, Tensor] | None
 
 
 def _attend(backend: Backend) -> Callable[..., Tensor]:
-    if backend == "fused":
-        from antiphon.ops.operators.fused_attention import attention as fused
-
-        return fused
     return sdpa_attention if backend == "sdpa" else attention
-
-
-def _attend_cached(backend: Backend) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
-    if backend == "fused":
-        from antiphon.ops.operators.fused_attention import cached_attention as fused
-
-        return fused
-    return cached_attention
 
 
 def make_norm(config: ModelConfig, width: int | None = None) -> nn.Module:
@@ -89,7 +77,6 @@ class SelfAttention(nn.Module):
         self.out = nn.Linear(width, config.d_model, bias=config.bias)
         self.relative = PositionProjections(config, config.disentangled) if config.disentangled is not None else None
         self.attend = _attend(backend)
-        self._attend_cached = _attend_cached(backend)
 
     def _project(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         query, key, value = (part.unflatten(-1, self.heads) for part in self.qkv(hidden).chunk(3, dim=-1))
@@ -120,7 +107,7 @@ class SelfAttention(nn.Module):
         Returns [B, 1, M] and the cache with the new token.
         """
         query, key, value = self._project(hidden, past_lens[:, None])
-        attended, *present = self._attend_cached(query, key, value, *cache, past_lens, bias, scale=self.scale)
+        attended, *present = cached_attention(query, key, value, *cache, past_lens, bias, scale=self.scale)
         return self.out(attended.flatten(-2)), (present[0], present[1])
 
 
@@ -136,7 +123,6 @@ class CrossAttention(nn.Module):
         self.kv = nn.Linear(config.d_model, 2 * width, bias=config.bias)
         self.out = nn.Linear(width, config.d_model, bias=config.bias)
         self.attend = _attend(backend)
-        self._attend_cached = _attend_cached(backend)
 
     def project_memory(self, memory: Tensor) -> KV:
         """Project memory [B, S, M] to keys and values, each [B, H, S, D] as in the cache."""
@@ -160,7 +146,7 @@ class CrossAttention(nn.Module):
         """
         query = self.query(hidden).unflatten(-1, self.heads)
         no_keys = query[:, :0]  # the cache gets no new keys
-        attended, _, _ = self._attend_cached(query, no_keys, no_keys, *cross_kv, source_lens, None, scale=self.scale)
+        attended, _, _ = cached_attention(query, no_keys, no_keys, *cross_kv, source_lens, None, scale=self.scale)
         return self.out(attended.flatten(-2))  # type: ignore[no-any-return]
 
 
@@ -199,6 +185,11 @@ class EncoderLayer(nn.Module):
         self.self_residual = Residual(config)
         self.feed_forward_residual = Residual(config)
 
+    @property
+    def residuals(self) -> tuple[Residual, ...]:
+        """Residual connections of the sublayers, in their order."""
+        return self.self_residual, self.feed_forward_residual
+
     def forward(
         self, hidden: Tensor, positions: Tensor, lens: Tensor | None, bias: Tensor | None, relative: Relative = None
     ) -> Tensor:
@@ -223,6 +214,12 @@ class DecoderLayer(nn.Module):
         cross_heads = heads.decoder_cross[layer]
         self.cross_attention = CrossAttention(config, cross_heads, backend=backend) if has_source else None
         self.cross_residual = Residual(config) if has_source else None
+
+    @property
+    def residuals(self) -> tuple[Residual, ...]:
+        """Residual connections of the sublayers, in their order."""
+        cross = () if self.cross_residual is None else (self.cross_residual,)
+        return self.self_residual, *cross, self.feed_forward_residual
 
     def forward(
         self,

@@ -129,7 +129,7 @@ class Decoder(Stack):
 class Transformer(nn.Module):
     """Encoder, decoder or both. A decoder has an output projection; an encoder-only model has heads.
 
-    attention_backend: "eager", "sdpa" or "fused", see ops/attention.py.
+    attention_backend: "eager" or "sdpa", see ops/attention.py.
     """
 
     def __init__(self, config: ModelConfig, *, attention_backend: Backend = "eager") -> None:

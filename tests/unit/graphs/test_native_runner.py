@@ -20,7 +20,7 @@ from antiphon.runtime.native import NativeRunner
 from antiphon.runtime.runner import DecodeBatch
 from antiphon.runtime.warm_up import warm_up
 from tests.batches import SampleSettings, batch_of, sampling_of
-from tests.unit.graphs.tiny_graphs import TinyModel, tiny_config, tiny_model, write_bundle
+from tests.unit.graphs.tiny_graphs import TinyModel, tiny_model
 from tests.unit.graphs.tiny_native import tiny_native_config, write_native_bundle
 
 # float32 sums in another order than NumPy's, over products of width 16.
@@ -346,12 +346,16 @@ def test_native_runner_survives_a_run_that_exceeds_the_workspace_limit(tmp_path:
     assert runner.encode([[5] * 16], [table[:1]]).rows == 1
 
 
-def test_open_runner_accepts_native_graphs_only(bundle: Bundle, tmp_path: Path) -> None:
-    contrib = write_bundle(tmp_path / "contrib", tiny_model(tiny_config()))
+def test_open_runner_accepts_native_graphs_only(bundle: Bundle, model: TinyModel, tmp_path: Path) -> None:
+    other = write_native_bundle(tmp_path / "other", model)
+    graphs = tuple(
+        graph_set.model_copy(update={"lowering": "cuda", "cache": None}) for graph_set in other.manifest.graphs
+    )
+    write_manifest(other.path, other.manifest.model_copy(update={"graphs": graphs}))
     assert isinstance(open_runner(bundle, max_rows=1, threads=1), NativeRunner)
     assert open_runner(bundle, max_rows=1, threads=1, num_blocks=9).facts.num_blocks == 9
-    with pytest.raises(BundleError, match=r"manifest\.json: no native graphs; the bundle holds contrib-float32"):
-        open_runner(contrib, max_rows=1, threads=1)
+    with pytest.raises(BundleError, match=r"manifest\.json: no native graphs; the bundle holds cuda-float32"):
+        open_runner(load_bundle(other.path), max_rows=1, threads=1)
     with pytest.raises(BundleError, match="no native graphs at precision int8; the bundle holds native-float32"):
         open_runner(bundle, max_rows=1, threads=1, precision="int8")
 

@@ -3,16 +3,15 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from antiphon.bundle.graph import Graph
-from antiphon.bundle.manifest import Bundle, Lowering, load_bundle
+from antiphon.bundle.manifest import Bundle, load_bundle
 from antiphon.bundle.memory_fit import Measurement, fit_memory
 from antiphon.export import profile
 from antiphon.ops.workspace import Workspace
 from antiphon.runtime.native import NativeRunner
-from tests.unit.graphs.tiny_graphs import tiny_config, tiny_model, write_bundle
+from tests.unit.graphs.tiny_graphs import tiny_model
 from tests.unit.graphs.tiny_native import tiny_native_config, write_native_bundle
 
 LONGEST = 512
@@ -20,7 +19,7 @@ LONGEST = 512
 
 @pytest.fixture
 def bundle(tmp_path: Path) -> Bundle:
-    return write_bundle(tmp_path / "tiny", tiny_model(tiny_config(LONGEST)), ("contrib", "eager"))
+    return write_native_bundle(tmp_path / "tiny", tiny_model(tiny_native_config(LONGEST)))
 
 
 def run_profile(*flags: str) -> int:
@@ -71,37 +70,37 @@ def test_fit_refuses_too_few_lengths() -> None:
         fit_memory([Measurement(rows=1, length=length, peak_bytes=1) for length in (16, 64)])
 
 
-def test_profile_measures_linear_growth_for_fused_and_quadratic_for_eager(
+def test_profile_measures_linear_growth_beside_an_eager_encoder_whose_memory_grows_with_the_square(
     bundle: Bundle, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_profile(str(bundle.path)) == 0
     memory = load_bundle(bundle.path).manifest.memory
     assert memory is not None
-    assert set(memory.fits) == {"contrib-float32", "eager-float32"}
-    assert memory.fits["contrib-float32"].exponent < 1.1
-    assert memory.fits["eager-float32"].exponent > 1.8
-    # One matrix [B, H, T, T] of float32, which softmax overwrites.
-    assert memory.fits["eager-float32"].c == pytest.approx(4 * tiny_config().num_heads, rel=0.01)
+    assert set(memory.fits) == {"native-float32"}
+    assert memory.fits["native-float32"].exponent == pytest.approx(1, abs=0.05)
     assert "1 threads, onnxruntime" in memory.machine
     output = capsys.readouterr()
     assert output.err == ""
-    assert [line.split()[0] for line in output.out.splitlines()[2:-1]] == ["contrib-float32"] * 3 + [
-        "eager-float32"
-    ] * 3
+    rows = [line.split() for line in output.out.splitlines()[2:-1]]
+    assert [name for name, *_ in rows] == ["eager-float32"] * 3 + ["native-float32"] * 3
+    *_, exponent, _, quadratic, _ = rows[0]
+    assert float(exponent) > 1.8
+    # One matrix [B, H, T, T] of float32, which softmax overwrites.
+    assert float(quadratic) == pytest.approx(4 * tiny_native_config().num_heads, rel=0.01)
     plot = bundle.path.with_name("tiny.memory.png")
     assert str(plot) in output.out
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("lowering", ["contrib", "eager"])
-def test_profile_predicts_the_workspace_of_another_run(bundle: Bundle, lowering: Lowering) -> None:
+def test_profile_predicts_the_workspace_of_another_run(bundle: Bundle) -> None:
     assert run_profile(str(bundle.path), "--lengths", "64,128,256,512", "--rows", "1,3") == 0
-    graphs, profiled = bundle.graph_set("float32", lowering), load_bundle(bundle.path)
+    graphs, profiled = bundle.graph_set(), load_bundle(bundle.path)
     fit = profiled.memory_fit(graphs)
     assert fit is not None
     workspace = Workspace(is_own=True)
     encoder = Graph(bundle.file(graphs.encoder_file), "encoder", 1, workspace)
-    peak = profile.measure_peak(encoder, workspace, {"input_ids": np.full((2, 200), 5, np.int64)})
+    inputs = profile.encoder_inputs(profiled.manifest.model, graphs.cache, rows=2, length=200)
+    peak = profile.measure_peak(encoder, workspace, inputs)
     assert peak == pytest.approx(fit.predict(2, 200), rel=fit.residual + 0.02)
 
 
@@ -122,16 +121,15 @@ def test_fit_of_packed_graphs_has_no_quadratic_term() -> None:
     assert fit.b > 200
 
 
-def test_profile_of_a_random_model_contains_every_lowering(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_profile_of_a_random_model_measures_both_encoders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The native encoder's workspace follows its tokens, the eager one's their square."""
     plot = tmp_path / "plot.png"
     lengths = "128,256,512,1024"
     assert run_profile("--random", "tiny", "--lengths", lengths, "--plot", str(plot)) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines() if "-float32" in line]
     exponents = {name: float(exponent) for name, *_, exponent, _, _, _ in lines}
-    assert set(exponents) == {"native-float32", "contrib-float32", "eager-float32"}
+    assert set(exponents) == {"native-float32", "eager-float32"}
     assert exponents["native-float32"] == pytest.approx(1, abs=0.05)
-    assert exponents["contrib-float32"] < 1.1
     assert exponents["eager-float32"] > 1.8
     assert plot.exists()
 
@@ -151,17 +149,10 @@ def test_profile_refuses_a_wrong_random_model_in_one_line(
     assert message in line
 
 
-def test_profile_reports_that_there_is_no_baseline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    bundle = write_bundle(tmp_path / "fused", tiny_model(tiny_config(LONGEST)))
-    assert run_profile(str(bundle.path), "--plot", str(tmp_path / "chosen.png")) == 0
-    assert "has no eager graphs" in capsys.readouterr().err
-    assert (tmp_path / "chosen.png").exists()
-
-
 def test_profile_omits_runs_that_exceed_memory(bundle: Bundle, capsys: pytest.CaptureFixture[str]) -> None:
     grid = profile.Grid(lengths=(16, 32, 64, LONGEST), rows=(1,), threads=1, budget_bytes=1 << 20)
     measurements = profile.measure_bundle(bundle, grid)
-    assert [m.length for m in measurements["contrib-float32"]] == [16, 32, 64, LONGEST]
+    assert [m.length for m in measurements["native-float32"]] == [16, 32, 64, LONGEST]
     assert [m.length for m in measurements["eager-float32"]] == [16, 32, 64]
     assert "eager-float32: 1 x 512 tokens needs over 1 MiB; left out" in capsys.readouterr().err
     assert Workspace().stats().limit_bytes == 0

@@ -84,7 +84,9 @@ def native_workspace_peak(bundle: Bundle, case: Case) -> int:
     graphs = bundle.graph_set()
     workspace = Workspace(is_own=True)
     encoder = Graph(bundle.file(graphs.encoder_file), "encoder", 1, workspace)
-    return measure_peak(encoder, workspace, encoder_inputs(bundle.manifest.model, graphs, case.batch, case.length))
+    return measure_peak(
+        encoder, workspace, encoder_inputs(bundle.manifest.model, graphs.cache, case.batch, case.length)
+    )
 
 
 def weights_bytes(bundle: Bundle) -> int:
@@ -96,7 +98,7 @@ def weights_bytes(bundle: Bundle) -> int:
 def pool_bytes(bundle: Bundle, case: Case) -> int:
     """Return the bytes of a pool for every source and target of the case, made as the server makes it."""
     graphs = bundle.graph_set()
-    inputs = encoder_inputs(bundle.manifest.model, graphs, 2 * case.batch, case.length)
+    inputs = encoder_inputs(bundle.manifest.model, graphs.cache, 2 * case.batch, case.length)
     return inputs["cache"].nbytes
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from antiphon.ops.operator import Operator
 from antiphon.ops.operators.attention import DISENTANGLED_ATTENTION, PAGED_WRITE
-from antiphon.ops.operators.fused_attention import ATTENTION, CACHED_ATTENTION
 from antiphon.ops.operators.linear import LINEAR
 from antiphon.ops.operators.rows import ADD_NORM, EMBED
 from antiphon.ops.operators.sample import SAMPLE
@@ -26,6 +25,4 @@ OPERATORS: tuple[Operator, ...] = (
     PACKED_ATTENTION_SUBLAYER,
     PAGED_SELF_ATTENTION_SUBLAYER,
     PAGED_CROSS_ATTENTION_SUBLAYER,
-    ATTENTION,
-    CACHED_ATTENTION,
 )

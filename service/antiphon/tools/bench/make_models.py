@@ -25,7 +25,7 @@ from antiphon.bundle.manifest import MANIFEST_NAME, load_bundle
 from antiphon.checkpoints.checkpoint import load_checkpoint, save_checkpoint, weights_of
 from antiphon.errors import ModelError
 from antiphon.export.export import export_bundle
-from antiphon.export.weights.unpacking import unpack_checkpoint
+from antiphon.export.unpacking import unpack_checkpoint
 from antiphon.text.tokenizer import SPECIAL_TOKENS, Tokenizer
 from antiphon.transformer.layers import DecoderLayer
 from antiphon.transformer.transformer import Transformer

@@ -18,9 +18,9 @@ import numpy as np
 
 from antiphon.architecture.config import ModelConfig
 from antiphon.bundle.manifest import GraphSet, Precision, load_bundle
+from antiphon.export.cuda_stepper import cuda_stepper
 from antiphon.export.export import write_graphs
-from antiphon.export.verification.cuda_stepper import cuda_stepper
-from antiphon.export.weights.unpacking import unpack_checkpoint
+from antiphon.export.unpacking import unpack_checkpoint
 from antiphon.server.settings import SHIPPED_BUNDLE
 from antiphon.text.tokenizer import open_tokenizer
 from antiphon.tools.bench.corpus import Ids, held_out

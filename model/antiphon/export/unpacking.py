@@ -4,7 +4,7 @@ Integer weights become integer * scale; norms, biases and learned positions are 
 are not in the graphs: rows of the position table before the first position, and T5's buckets that no distance has. They
 become zero.
 
-Nodes are matched with modules by their order, which is the order of execution in graphs/native_graph.py. Names of
+Nodes are matched with modules by their order, which is the order of execution in packed.py. Names of
 initialisers are not used, because they changed between versions of the exporter.
 """
 
@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from antiphon.bundle.manifest import Bundle, Precision
 from antiphon.checkpoints.checkpoint import Checkpoint
 from antiphon.errors import CheckpointError
-from antiphon.export.graphs.graph_edit import constant_array
-from antiphon.export.weights.packing import unpack_weight
+from antiphon.export.graph_edit import constant_array
+from antiphon.export.weights import unpack_weight
 from antiphon.ops.operator import DOMAIN, Operator
 from antiphon.ops.operators import OPERATORS
 from antiphon.ops.operators.rows import ADD_NORM, EMBED

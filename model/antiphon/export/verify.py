@@ -1,27 +1,28 @@
 """Verification of exported graphs against the PyTorch model: both run on random sources, step by step.
 
-Graphs run as the server runs them: sources of one length are encoded together, or all of them packed; caches are
-written in place; rows of a step are at different positions; memory beyond a row's length is not cleared. The reference
-decodes each target whole. Native and cuda graphs return no logits; they return the log-probabilities of the whole
-vocabulary on request. Cuda graphs are computed on the CPU, which checks the graphs and not the kernels.
+Graphs run as the server runs them: sources are packed; caches are written in place; rows of a step are at different
+positions; memory beyond a row's length is not cleared. The reference decodes each target whole. Graphs return no
+logits; they return the log-probabilities of the whole vocabulary on request. Cuda graphs are computed on the CPU, which
+checks the graphs and not the kernels.
+
+Of an encoder-only model the states are compared, and the outputs of heads for all states, also for those that their
+task does not need.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import torch
 
 from antiphon.architecture.config import ModelConfig
 from antiphon.bundle.manifest import GraphSet, Precision
-from antiphon.bundle.native_stepper import NativeStepper
-from antiphon.bundle.stepper import Floats, GraphStepper, Ids, Lens
 from antiphon.errors import StepError, VerificationError
-from antiphon.export.verification.cuda_stepper import CudaStepper, cuda_stepper
+from antiphon.export.bundle_model import Floats, Ids, Lens, NativeEncoder, NativeStepper
+from antiphon.export.cuda_stepper import CudaStepper, cuda_encoder, cuda_stepper
 from antiphon.transformer.transformer import Transformer
 
 
@@ -96,13 +97,6 @@ class Comparison:
         return None
 
 
-class Stepper(Protocol):
-    """Runner of the graphs of one set: GraphStepper returns logits, the others log-probabilities."""
-
-    def start(self, sources: Sequence[Ids], capacity: int) -> Callable[[Ids, Lens], Floats]:
-        """Encode sources and return the function of a step of one token a row: (ids [B], positions [B]) -> [B, V]."""
-
-
 def verify(directory: Path, graphs: GraphSet, model: Transformer, *, seed: int = 0) -> Comparison:
     """Compare a graph set with the float32 model over CASES.
 
@@ -128,12 +122,9 @@ def _run_cases(
     directory: Path, graphs: GraphSet, config: ModelConfig, cases: Sequence[_RandomBatch]
 ) -> list[tuple[Floats, Floats]]:
     """Return the found and expected logits of each case."""
-    if graphs.lowering in ("native", "cuda"):
-        opened = NativeStepper if graphs.lowering == "native" else cuda_stepper
-        paged = opened(directory, graphs, config)
-        return [_paged_logits(paged, case) for case in cases]
-    stepper = GraphStepper(directory, graphs, config)
-    return [(step_through(stepper, case.sources, case.target), case.logits) for case in cases]
+    opened = NativeStepper if graphs.lowering == "native" else cuda_stepper
+    stepper = opened(directory, graphs, config)
+    return [_logits_of(stepper, case) for case in cases]
 
 
 def compare(found: Floats, expected: Floats) -> Comparison:
@@ -168,7 +159,7 @@ def _logits(model: Transformer, source: Ids, target: Ids, lens: Lens) -> Floats:
     return logits.numpy()
 
 
-def _paged_logits(stepper: NativeStepper | CudaStepper, case: _RandomBatch) -> tuple[Floats, Floats]:
+def _logits_of(stepper: NativeStepper | CudaStepper, case: _RandomBatch) -> tuple[Floats, Floats]:
     """Return found and expected logits [N, V] of all steps, and of a second run that feeds each target in two pieces.
 
     The normaliser of the model's logits turns log-probabilities into logits.
@@ -187,7 +178,7 @@ def _paged_logits(stepper: NativeStepper | CudaStepper, case: _RandomBatch) -> t
     return np.concatenate([single, pieces]) + normaliser, expected
 
 
-def step_through(stepper: Stepper, sources: Sequence[Ids], target: Ids) -> Floats:
+def step_through(stepper: NativeStepper | CudaStepper, sources: Sequence[Ids], target: Ids) -> Floats:
     """Feed target [B, T] token by token, each row one step later than the previous row; returns the results [B, T, V].
 
     A row that has not begun repeats its first token at its first position; one that has ended repeats its last.
@@ -202,3 +193,80 @@ def step_through(stepper: Stepper, sources: Sequence[Ids], target: Ids) -> Float
             if 0 <= time - row < steps:
                 found[row].append(results[row])
     return np.array(found)
+
+
+_SOURCE_LENS = (9, 33, 1, 9, 17, 33, 5)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EncoderTolerance:
+    """Largest allowed differences of states and of outputs of heads.
+
+    max_error: largest difference, in units of the largest number, or of 1 if the largest is smaller.
+    rms_error: root mean square of the difference, relative to that of the numbers.
+    """
+
+    max_error: float
+    rms_error: float
+
+
+# float32: sums in another order. int8: 8-bit weights and activations, whose error is largest with random weights, see
+# tests/parity; the loss of a trained model is measured on its task. bfloat16 and float16: weights have 8 and 11 bits,
+# and every node rounds its result; random models of two layers are off by 0.015 and 0.002.
+ENCODER_TOLERANCES: dict[Precision, EncoderTolerance] = {
+    "float32": EncoderTolerance(max_error=1e-4, rms_error=1e-4),
+    "int8": EncoderTolerance(max_error=0.25, rms_error=0.15),
+    "int4": EncoderTolerance(max_error=1.5, rms_error=0.6),
+    "bfloat16": EncoderTolerance(max_error=0.25, rms_error=0.1),
+    "float16": EncoderTolerance(max_error=0.05, rms_error=0.02),
+}
+
+
+def verify_encoder(directory: Path, graphs: GraphSet, model: Transformer, *, seed: int = 0) -> None:
+    """Compare the encoder's states and every head's outputs with the float32 model.
+
+    Raises VerificationError when one is beyond its tolerance.
+    """
+    limit = ENCODER_TOLERANCES[graphs.precision]
+    for part, found, expected in _compared(directory, graphs, model, np.random.default_rng(seed)):
+        size = np.abs(expected)
+        largest = float(np.abs(found - expected).max() / max(1.0, size.max()))
+        rms = float(np.sqrt(((found - expected) ** 2).mean()) / max(1e-3, np.sqrt((size**2).mean())))
+        # Written so that a measure that is not a number is beyond its limit.
+        if not (largest <= limit.max_error and rms <= limit.rms_error):
+            raise VerificationError(
+                f"{graphs.lowering} {graphs.precision} {part} graph disagrees with the model: off by {largest:.1e}, "
+                f"{rms:.1e} in root mean square; at most {limit.max_error:.0e} and {limit.rms_error:.0e} are allowed"
+            )
+
+
+def _compared(
+    directory: Path, graphs: GraphSet, model: Transformer, random: np.random.Generator
+) -> Iterator[tuple[str, Floats, Floats]]:
+    """Yield name, found and expected numbers of each graph: states first, then the outputs of every head."""
+    config = model.config
+    lens = [min(length, config.max_source_len) for length in _SOURCE_LENS]
+    sources = [random.integers(0, config.vocab_size, length) for length in lens]
+    types = [random.integers(0, max(1, config.token_types), length) for length in lens]
+    opened = NativeEncoder if graphs.lowering == "native" else cuda_encoder
+    encoder = opened(directory, graphs, config)
+    found = encoder.encode(sources, types)
+    expected = reference_states(model, sources, types)
+    yield "encoder", np.concatenate(found), expected
+    for head in config.heads:
+        hidden = np.tile(expected, (1, config.head_input_width(head) // config.d_model))
+        with torch.no_grad():
+            outputs = model.read_out(head.task, torch.from_numpy(hidden)).numpy()
+        yield head.task, encoder.read_out(head.task, hidden), outputs
+
+
+def reference_states(model: Transformer, sources: list[Ids], types: list[Ids]) -> Floats:
+    """Return the model's states [N, M] of sources of unequal lengths, encoded with padding and packed afterwards."""
+    lens = torch.tensor([len(source) for source in sources], dtype=torch.int32)
+    padded, kinds = (
+        torch.nn.utils.rnn.pad_sequence([torch.from_numpy(row) for row in rows], batch_first=True)
+        for rows in (sources, types)
+    )
+    with torch.no_grad():
+        states = model.encode(padded, lens, kinds if model.config.token_types else None)
+    return torch.cat([row[:length] for row, length in zip(states, lens.tolist(), strict=True)]).numpy()

@@ -1,8 +1,8 @@
-"""The Transformer's encoder, decoder and heads as the native lowering runs them: packed tokens, caches in a block pool.
+"""The forward pass that is exported: encoder, decoder and heads over packed tokens, with caches in a pool of blocks.
 
-Each module takes the submodules of a Transformer, shares their weights, and implements the forward pass with the
-operators of ops/operators: without padding, and with one operator for a sublayer, the residual sum after it and the
-next norm. Tests compare the results with the Transformer's own forward pass for every ModelConfig.
+Each module takes the submodules of a Transformer, shares their weights, and calls the operators of ops/operators: there
+is no padding, and one operator computes a sublayer, the residual sum after it and the next norm. Tests compare the
+results with the Transformer's own forward pass for every ModelConfig.
 
 Axes: N packed tokens; B sources, R rows, X and Y table widths, M model width, H heads, D head width; K states that a
 head reads, O its outputs.
@@ -10,14 +10,14 @@ head reads, O its outputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
 from antiphon.architecture.config import ModelConfig
-from antiphon.export.graphs.relative_tables import RelativeTables, relative_tables
+from antiphon.ops.disentangled import RelativePositions
 from antiphon.ops.operators import rows as norms
 from antiphon.ops.operators.attention import disentangled_attention, paged_write
 from antiphon.ops.operators.linear import linear as product
@@ -30,39 +30,48 @@ from antiphon.ops.operators.sublayers import (
     paged_self_attention_sublayer,
 )
 from antiphon.transformer.heads import Head
-from antiphon.transformer.layers import CrossAttention, EncoderLayer, FeedForward, Residual, SelfAttention
+from antiphon.transformer.layers import CrossAttention, DecoderLayer, EncoderLayer, FeedForward, SelfAttention
 from antiphon.transformer.positions import rotary_table
-from antiphon.transformer.transformer import Stack, Transformer
-
-Sublayer = Callable[[Tensor, Tensor, nn.Module], tuple[Tensor, Tensor]]
-"""Maps normed states and the residual stream, both [N, M], with the norm that follows the sublayer, to both again."""
-
-
-def _rotary_table(config: ModelConfig, max_len: int) -> Tensor:
-    return rotary_table(max_len, config.resolved_head_dim, config.rope_theta, config.rope_scaling)
+from antiphon.transformer.transformer import Encoder, Stack, Transformer
 
 
 class _PackedStack(nn.Module):
-    """Base of encoder and decoder: a Stack's weights and tables, and its residual stream over packed tokens."""
+    """Base of encoder and decoder: a Stack's weights, tables and norms over packed tokens.
+
+    `x` is the normed input of a sublayer, `stream` the sum of all sublayers so far, both [N, M]. Each operator ends
+    with the norm after its sublayer: where norms come before sublayers (pre), that is the norm of the next one, and the
+    final norm after the last.
+    """
 
     bias_table: Tensor | None
     slopes: Tensor | None
     rotary_table: Tensor | None
 
-    def __init__(self, config: ModelConfig, stack: Stack, max_len: int) -> None:
+    def __init__(
+        self, config: ModelConfig, stack: Stack, layers: Sequence[EncoderLayer | DecoderLayer], max_len: int
+    ) -> None:
         super().__init__()
         self.config = config
         self.stack = stack
+        norms = [residual.norm for layer in layers for residual in layer.residuals]
+        self.pre = config.norm_placement == "pre"
+        self.first_norm = norms[0] if self.pre else None
+        self.norms_after = [*norms[1:], stack.final_norm] if self.pre else norms
         relative = stack.relative_bias
         table = relative.by_distance(min(config.relative_max_distance, max_len))
         slopes = relative.get_buffer("slopes") if config.positions == "alibi" else None
-        rotary = _rotary_table(config, max_len) if config.positions == "rope" else None
+        rotary = None
+        if config.positions == "rope":
+            rotary = rotary_table(max_len, config.resolved_head_dim, config.rope_theta, config.rope_scaling)
         self.register_buffer("bias_table", table, persistent=False)
         self.register_buffer("slopes", slopes, persistent=False)
         self.register_buffer("rotary_table", rotary, persistent=False)
 
-    def embed(self, input_ids: Tensor, positions: Tensor, type_ids: Tensor | None = None) -> Tensor:
-        """Embed input_ids [N] int64 at positions [N] int32, with type_ids [N] int64 where tokens have types; [N, M]."""
+    def embed(self, input_ids: Tensor, positions: Tensor, type_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Embed input_ids [N] int64 at positions [N] int32; returns x and stream of the first sublayer.
+
+        type_ids [N] int64 where tokens have types.
+        """
         stack = self.stack
         embedded: Tensor = embed(
             input_ids, positions, stack.embedding.weight, stack.positions.vectors, scale=stack.embedding_scale
@@ -72,34 +81,17 @@ class _PackedStack(nn.Module):
             embedded, _ = self.add_norm(embedded, types, stack.embedding_norm)
         elif types is not None:
             embedded = embedded + types
-        return linear(embedded, stack.widen) if isinstance(stack.widen, nn.Linear) else embedded
+        if isinstance(stack.widen, nn.Linear):
+            embedded = linear(embedded, stack.widen)
+        if self.first_norm is None:
+            return embedded, embedded
+        return self.add_norm(embedded, None, self.first_norm)[0], embedded
 
-    def run(self, hidden: Tensor, sublayers: Sequence[tuple[Sublayer, Residual]]) -> Tensor:
-        """Run every sublayer with its residual: hidden [N, M] -> [N, M], with the norms of the Stack."""
-        norms = [residual.norm for _, residual in sublayers]
-        pre, normed, stream = self.config.norm_placement == "pre", hidden, hidden
-        if pre:
-            normed, _ = self.add_norm(hidden, None, norms[0])
-            norms = [*norms[1:], self.stack.final_norm]
-        for (sublayer, _), norm in zip(sublayers, norms, strict=True):
-            normed, total = sublayer(normed, stream, norm)
-            stream = total if pre else normed
-        return normed
-
-    def add_norm(self, update: Tensor, stream: Tensor | None, norm: nn.Module) -> tuple[Tensor, Tensor]:
-        """Return norm(stream + update) and the sum itself, both [N, M]."""
-        return add_norm(update, stream, norm, self.config.norm_eps)
-
-    def norm_attributes(self, norm: nn.Module) -> dict[str, Any]:
-        """Return the attributes of a norm as keywords."""
-        return {"epsilon": self.config.norm_eps, "kind": _kind(norm)}
-
-    def feed_forward(self, part: FeedForward) -> Sublayer:
-        """Return the feed-forward sublayer."""
-
-        def forward(normed: Tensor, stream: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
-            return feed_forward_sublayer(  # type: ignore[no-any-return]
-                normed,
+    def feed_forward(self, x: Tensor, stream: Tensor, norm: nn.Module, part: FeedForward) -> tuple[Tensor, Tensor]:
+        """Run a feed-forward sublayer; returns x and stream after it."""
+        return self.after(
+            feed_forward_sublayer(
+                x,
                 stream,
                 *_parameters(part.inner),
                 *_parameters(part.outer),
@@ -108,8 +100,20 @@ class _PackedStack(nn.Module):
                 gated=self.config.gated,
                 **self.norm_attributes(norm),
             )
+        )
 
-        return forward
+    def after(self, outputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return x and stream after a sublayer, from the norm and the sum that its operator returns."""
+        normed, total = outputs
+        return normed, total if self.pre else normed
+
+    def add_norm(self, update: Tensor, stream: Tensor | None, norm: nn.Module) -> tuple[Tensor, Tensor]:
+        """Return norm(stream + update) and the sum itself, both [N, M]."""
+        return add_norm(update, stream, norm, self.config.norm_eps)
+
+    def norm_attributes(self, norm: nn.Module) -> dict[str, Any]:
+        """Return the attributes of a norm as keywords."""
+        return {"epsilon": self.config.norm_eps, "kind": _kind(norm)}
 
 
 def linear(x: Tensor, layer: nn.Linear, activation: str = "none") -> Tensor:
@@ -139,9 +143,11 @@ class PackedStates(_PackedStack):
 
     def __init__(self, model: Transformer) -> None:
         assert model.encoder is not None
-        super().__init__(model.config, model.encoder, model.config.max_source_len)
-        self.blocks = tuple(layer for layer in model.encoder.layers if isinstance(layer, EncoderLayer))
-        self.relative = relative_tables(model.encoder, model.config.max_source_len)
+        max_len = model.config.max_source_len
+        layers = tuple(layer for layer in model.encoder.layers if isinstance(layer, EncoderLayer))
+        super().__init__(model.config, model.encoder, layers, max_len)
+        self.blocks = layers
+        self.relative = relative_tables(model.encoder, max_len)
 
     def forward(self, input_ids: Tensor, positions: Tensor, offsets: Tensor, type_ids: Tensor | None = None) -> Tensor:
         """Return the memory [N, M] of B packed sources.
@@ -149,24 +155,23 @@ class PackedStates(_PackedStack):
         input_ids [N] int64; positions [N] int32; offsets [B + 1] int32; type_ids [N] int64, None where tokens have no
         types.
         """
-        sublayers: list[tuple[Sublayer, Residual]] = []
+        x, stream = self.embed(input_ids, positions, type_ids)
+        norms = iter(self.norms_after)
         for index, layer in enumerate(self.blocks):
-            attend = self._attend if self._is_plain else self._attend_unfused
-            sublayers.append((attend(index, positions, offsets), layer.self_residual))
-            sublayers.append((self.feed_forward(layer.feed_forward), layer.feed_forward_residual))
-        return self.run(self.embed(input_ids, positions, type_ids), sublayers)
+            if self.relative:
+                x, stream = self.disentangled_attention(x, stream, next(norms), index, offsets)
+            else:
+                x, stream = self.attention(x, stream, next(norms), layer.self_attention, positions, offsets)
+            x, stream = self.feed_forward(x, stream, next(norms), layer.feed_forward)
+        return x
 
-    @property
-    def _is_plain(self) -> bool:
-        """True where the fused operator has everything that the attention needs."""
-        return not self.relative
-
-    def _attend(self, layer: int, positions: Tensor, offsets: Tensor) -> Sublayer:
-        attention = self.blocks[layer].self_attention
-
-        def forward(normed: Tensor, stream: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
-            return packed_attention_sublayer(  # type: ignore[no-any-return]
-                normed,
+    def attention(
+        self, x: Tensor, stream: Tensor, norm: nn.Module, attention: SelfAttention, positions: Tensor, offsets: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Run a self-attention sublayer; returns x and stream after it."""
+        return self.after(
+            packed_attention_sublayer(
+                x,
                 stream,
                 *_parameters(attention.qkv),
                 *_parameters(attention.out),
@@ -181,31 +186,24 @@ class PackedStates(_PackedStack):
                 causal=False,
                 **self.norm_attributes(norm),
             )
+        )
 
-        return forward
-
-    def _attend_unfused(self, layer: int, _positions: Tensor, offsets: Tensor) -> Sublayer:
-        """Return the sublayer made of separate operators, for disentangled attention."""
-        attention = self.blocks[layer].self_attention
-
-        def forward(normed: Tensor, stream: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
-            attended = self._attend_relative(layer, linear(normed, attention.qkv), offsets)
-            return self.add_norm(linear(attended, attention.out), stream, norm)
-
-        return forward
-
-    def _attend_relative(self, layer: int, qkv: Tensor, offsets: Tensor) -> Tensor:
-        tables = self.relative[layer]
+    def disentangled_attention(
+        self, x: Tensor, stream: Tensor, norm: nn.Module, layer: int, offsets: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Run a sublayer of disentangled attention, made of separate operators; returns x and stream after it."""
+        attention, tables = self.blocks[layer].self_attention, self.relative[layer]
         assert isinstance(tables, RelativeTables)
-        return disentangled_attention(  # type: ignore[no-any-return]
-            qkv,
+        attended = disentangled_attention(
+            linear(x, attention.qkv),
             offsets,
             tables.rows,
             tables.keys,
             tables.queries,
             num_heads=self.config.num_heads,
-            scale=self.blocks[layer].self_attention.scale,
+            scale=attention.scale,
         )
+        return self.after(self.add_norm(linear(attended, attention.out), stream, norm))
 
 
 class PackedHead(nn.Module):
@@ -276,7 +274,7 @@ class PagedDecoder(_PackedStack):
 
     def __init__(self, model: Transformer) -> None:
         assert model.decoder is not None
-        super().__init__(model.config, model.decoder, model.config.max_target_len)
+        super().__init__(model.config, model.decoder, model.decoder.blocks, model.config.max_target_len)
         self.blocks = model.decoder.blocks
         self.output = model.output
 
@@ -294,42 +292,46 @@ class PagedDecoder(_PackedStack):
 
     def step(self, input_ids: Tensor, rows: PagedRows) -> Tensor:
         """Return hidden states [N, M] of the new tokens, and replace the rows' cache."""
-        sublayers: list[tuple[Sublayer, Residual]] = []
+        x, stream = self.embed(input_ids, rows.positions)
+        norms = iter(self.norms_after)
         for index, layer in enumerate(self.blocks):
-            sublayers.append((self._attend(layer.self_attention, rows, index), layer.self_residual))
-            if layer.cross_attention is not None and layer.cross_residual is not None:
-                sublayers.append((self._attend_source(layer.cross_attention, rows, index), layer.cross_residual))
-            sublayers.append((self.feed_forward(layer.feed_forward), layer.feed_forward_residual))
-        return self.run(self.embed(input_ids, rows.positions), sublayers)
+            x, stream = self.self_attention(x, stream, next(norms), layer.self_attention, rows, index)
+            if layer.cross_attention is not None:
+                x, stream = self.cross_attention(x, stream, next(norms), layer.cross_attention, rows, index)
+            x, stream = self.feed_forward(x, stream, next(norms), layer.feed_forward)
+        return x
 
-    def _attend(self, attention: SelfAttention, rows: PagedRows, layer: int) -> Sublayer:
-        def forward(normed: Tensor, stream: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
-            normed, total, rows.cache = paged_self_attention_sublayer(
-                normed,
-                stream,
-                *_parameters(attention.qkv),
-                *_parameters(attention.out),
-                *_parameters(norm),
-                rows.cache,
-                rows.self_tables,
-                rows.offsets,
-                rows.positions,
-                self.bias_table,
-                self.slopes,
-                self.rotary_table,
-                num_heads=attention.heads[0],
-                scale=attention.scale,
-                layer=layer,
-                **self.norm_attributes(norm),
-            )
-            return normed, total
+    def self_attention(
+        self, x: Tensor, stream: Tensor, norm: nn.Module, attention: SelfAttention, rows: PagedRows, layer: int
+    ) -> tuple[Tensor, Tensor]:
+        """Append the new tokens to the cache and attend over it; returns x and stream after the sublayer."""
+        normed, total, rows.cache = paged_self_attention_sublayer(
+            x,
+            stream,
+            *_parameters(attention.qkv),
+            *_parameters(attention.out),
+            *_parameters(norm),
+            rows.cache,
+            rows.self_tables,
+            rows.offsets,
+            rows.positions,
+            self.bias_table,
+            self.slopes,
+            self.rotary_table,
+            num_heads=attention.heads[0],
+            scale=attention.scale,
+            layer=layer,
+            **self.norm_attributes(norm),
+        )
+        return self.after((normed, total))
 
-        return forward
-
-    def _attend_source(self, attention: CrossAttention, rows: PagedRows, layer: int) -> Sublayer:
-        def forward(normed: Tensor, stream: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
-            return paged_cross_attention_sublayer(  # type: ignore[no-any-return]
-                normed,
+    def cross_attention(
+        self, x: Tensor, stream: Tensor, norm: nn.Module, attention: CrossAttention, rows: PagedRows, layer: int
+    ) -> tuple[Tensor, Tensor]:
+        """Attend over the sources' keys and values in the cache; returns x and stream after the sublayer."""
+        return self.after(
+            paged_cross_attention_sublayer(
+                x,
                 stream,
                 *_parameters(attention.query),
                 *_parameters(attention.out),
@@ -343,5 +345,33 @@ class PagedDecoder(_PackedStack):
                 layer=layer,
                 **self.norm_attributes(norm),
             )
+        )
 
-        return forward
+
+class RelativeTables(nn.Module):
+    """Tables that disentangled attention reads in one layer: keys and queries of positions, constant after training.
+
+    rows [2 * reach + 1] int32; keys, queries [P, H D] or None.
+    """
+
+    rows: Tensor
+    keys: Tensor | None
+    queries: Tensor | None
+
+    def __init__(self, attention: SelfAttention, positions: RelativePositions, max_len: int) -> None:
+        assert attention.relative is not None
+        super().__init__()
+        table, _ = positions(1)
+        keys, queries = attention.relative(table, attention.qkv)
+        self.register_buffer("rows", positions.by_distance(max_len), persistent=False)
+        self.register_buffer("keys", None if keys is None else keys.detach(), persistent=False)
+        self.register_buffer("queries", None if queries is None else queries.detach(), persistent=False)
+
+
+def relative_tables(encoder: Encoder, max_len: int) -> nn.ModuleList:
+    """Return the RelativeTables of each layer for sources of at most max_len tokens; empty for other attentions."""
+    positions = encoder.relative_positions
+    layers = (layer for layer in encoder.layers if isinstance(layer, EncoderLayer))
+    return nn.ModuleList(
+        RelativeTables(layer.self_attention, positions, max_len) for layer in layers if positions is not None
+    )

@@ -18,8 +18,10 @@ Axes: O outputs (V of an embedding), K inputs (M of an embedding).
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -28,9 +30,8 @@ import onnx_ir.passes.common as common_passes
 from numpy.typing import NDArray
 
 from antiphon.bundle.manifest import Precision
-from antiphon.export.graphs.graph_edit import Editor, constant_array, take_over
-from antiphon.export.weights.quantize import quantize_rows
-from antiphon.export.weights.quantize_groups import GROUP, quantize_groups
+from antiphon.export.graph_edit import Editor, constant_array, take_over
+from antiphon.export.quantize import GROUP, quantize_groups, quantize_rows
 from antiphon.ops.operator import DOMAIN, Operator
 from antiphon.ops.operators import OPERATORS
 
@@ -88,7 +89,7 @@ class NibbleWeight:
 
 
 def pack_int4(weight: Floats) -> NibbleWeight:
-    """Quantise [O, K] float32 in groups (quantize_groups.py) and pack it."""
+    """Quantise [O, K] float32 in groups (quantize.py) and pack it."""
     groups = quantize_groups(weight)
     padded = _padded(groups.integers, PANEL, DEPTH)
     ratios = _padded(groups.ratios, PANEL, DEPTH // GROUP)
@@ -213,3 +214,49 @@ def _pack(edit: Editor, weight: Floats, name: str, precision: Precision) -> tupl
         edit.constant(packed.scales, f"{name}.scales"),
         edit.constant(packed.column_sums, f"{name}.sums"),
     )
+
+
+_ALIGNMENT = 64
+# Smaller tensors stay in the graph. Shapes and axes must, since the runtime reads them before external data.
+_SMALLEST_BYTES = 256
+
+
+class WeightsFile:
+    """File that collects the tensors of several models."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offsets: dict[bytes, int] = {}
+        self._stream = path.open("wb")
+
+    def __enter__(self) -> WeightsFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stream.close()
+
+    def save(self, model: ir.Model, path: Path) -> None:
+        """Write the model to `path` and move its large tensors to this file, to which the model then refers."""
+        for value in model.graph.initializers.values():
+            if value.const_value is not None and value.const_value.nbytes >= _SMALLEST_BYTES:
+                value.const_value = self._moved(value.const_value)
+        self._stream.flush()
+        ir.save(model, path)
+
+    def _moved(self, tensor: ir.TensorProtocol) -> ir.ExternalTensor:
+        # No copy, since it can be a gigabyte. As bytes, since bfloat16 is a type that a buffer cannot have.
+        raw = np.ascontiguousarray(tensor.numpy()).view(np.uint8).data
+        digest = hashlib.sha256(raw).digest()
+        if digest not in self._offsets:
+            self._stream.write(b"\0" * (-self._stream.tell() % _ALIGNMENT))
+            self._offsets[digest] = self._stream.tell()
+            self._stream.write(raw)
+        return ir.ExternalTensor(
+            self._path.name,
+            self._offsets[digest],
+            raw.nbytes,
+            tensor.dtype,
+            shape=ir.Shape(tensor.shape.numpy()),
+            name=tensor.name or "",
+            base_dir=self._path.parent,
+        )

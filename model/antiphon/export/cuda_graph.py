@@ -15,8 +15,8 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 from onnx_ir.tensor_adapters import from_torch_dtype
 
-from antiphon.bundle.graph_ports import Port
-from antiphon.export.graphs.graph_edit import constant_array, shape_of, static_dim
+from antiphon.export.graph_edit import constant_array, shape_of, static_dim
+from antiphon.export.ports import Port
 from antiphon.ops.cache_geometry import padded_width
 from antiphon.ops.cuda import nodes
 from antiphon.ops.operator import DOMAIN, Kind, Node

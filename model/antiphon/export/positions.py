@@ -15,7 +15,7 @@ from torch import nn
 
 from antiphon.bundle.position_tables import read_position_tables
 from antiphon.errors import VerificationError
-from antiphon.export.graphs.trace import OPSET
+from antiphon.export.trace import OPSET
 from antiphon.transformer.transformer import Stack, Transformer
 
 Floats = NDArray[np.float32]

@@ -1,4 +1,4 @@
-"""Cuda graphs run step by step on the CPU; native_stepper.py and native_encoder.py are the same for native graphs.
+"""Cuda graphs run step by step on the CPU; bundle_model.py is the same for native graphs.
 
 A graph is computed node by node, by the references of ops/cuda/references.py. Products are summed in float32 and
 rounded to the graph's element type, as on a GPU.
@@ -23,9 +23,9 @@ from torch.nn import functional
 
 from antiphon.architecture.config import ModelConfig
 from antiphon.architecture.heads import Task
-from antiphon.bundle.graph_ports import head_outputs
 from antiphon.bundle.manifest import GraphSet
-from antiphon.bundle.native_stepper import (
+from antiphon.errors import StepError
+from antiphon.export.bundle_model import (
     Floats,
     Ids,
     Lens,
@@ -36,7 +36,7 @@ from antiphon.bundle.native_stepper import (
     sampling_inputs,
     whole_vocabulary,
 )
-from antiphon.errors import StepError
+from antiphon.export.ports import head_outputs
 from antiphon.ops.cache_geometry import cuda_pool_axes
 from antiphon.ops.cuda import PADDING, PREVIOUS, TILE
 from antiphon.ops.cuda.nodes import NODES

@@ -19,7 +19,11 @@ import onnx_ir as ir
 
 from antiphon.architecture.config import ModelConfig, Part
 from antiphon.architecture.heads import Task
-from antiphon.bundle.graph_ports import (
+from antiphon.bundle.manifest import Precision
+from antiphon.errors import LoweringError
+from antiphon.export.cuda_graph import CudaGraph, State
+from antiphon.export.graph_edit import constant_array, static_dim
+from antiphon.export.ports import (
     decoder_inputs,
     decoder_outputs,
     encoder_inputs,
@@ -27,10 +31,6 @@ from antiphon.bundle.graph_ports import (
     head_inputs,
     head_outputs,
 )
-from antiphon.bundle.manifest import Precision
-from antiphon.errors import LoweringError
-from antiphon.export.graphs.cuda_graph import CudaGraph, State
-from antiphon.export.graphs.graph_edit import constant_array, static_dim
 from antiphon.ops.cuda import nodes
 from antiphon.ops.cuda.nodes import HEAD_WIDTHS, MAX_FLOAT32_HEAD_WIDTH, MAX_PARTS, VOCABULARY_PART
 from antiphon.ops.operators import OPERATORS

@@ -40,8 +40,6 @@ def encoder_inputs(config: ModelConfig, lowering: Lowering, precision: Precision
     """Return the inputs of the encoder graph; only those of cuda graphs depend on the precision."""
     if lowering == "cuda":
         return _cuda_encoder_inputs(config, precision)
-    if lowering != "native":
-        return [_ids("input_ids", "batch", "source")]
     packed = [_ids("input_ids", "tokens"), _ints("positions", "tokens"), _ints("offsets", "offsets")]
     if config.architecture == "encoder":
         return [*packed, _ids("type_ids", "tokens")] if config.token_types else packed
@@ -51,14 +49,12 @@ def encoder_inputs(config: ModelConfig, lowering: Lowering, precision: Precision
 def encoder_outputs(config: ModelConfig, lowering: Lowering, precision: Precision = "float32") -> list[Port]:
     """Return the outputs of the encoder graph; only those of cuda graphs depend on the precision.
 
-    Contrib and eager: cross keys and values for each decoder layer. Native: the encoder's states, and with a decoder
-    also the number of written tokens. Cuda: the same, with one output for the writes of each layer.
+    The encoder's states, and with a decoder also the number of written tokens; cuda graphs have one such output for
+    each layer.
     """
     if lowering == "cuda":
         written = [_ints(f"written.{layer}", 1) for layer in range(config.decoder_layers)]
         return [_elements(precision, "memory", "tokens", config.d_model), *written]
-    if lowering != "native":
-        return cache_ports(config, "encoder", "source", "present")
     memory = _floats("memory", "tokens", config.d_model)
     return [memory] if config.architecture == "encoder" else [_ints("written", 1), memory]
 
@@ -80,23 +76,11 @@ def decoder_inputs(config: ModelConfig, lowering: Lowering, precision: Precision
     """Return the inputs of the decoder graph for one step; only those of cuda graphs depend on the precision."""
     if lowering == "cuda":
         return _cuda_decoder_inputs(config, precision)
-    if lowering == "native":
-        return _paged_decoder_inputs(config)
-    return [
-        _ids("input_ids", "batch", 1),
-        _ints("past_lens", "batch"),
-        _ints("source_lens", "batch"),
-        *cache_ports(config, "decoder", "target_capacity", "past_key_values"),
-        *cache_ports(config, "encoder", "source_capacity", "past_key_values"),
-    ]
+    return _paged_decoder_inputs(config)
 
 
 def decoder_outputs(config: ModelConfig, lowering: Lowering) -> list[Port]:
-    """Return the outputs of the decoder graph for one step.
-
-    Contrib and eager: logits and the self caches with the new token. Native and cuda: sampled tokens and
-    log-probabilities.
-    """
+    """Return the outputs of the decoder graph for one step: sampled tokens and log-probabilities."""
     if lowering == "cuda":
         return [
             _ints("token_ids", "samples"),
@@ -105,25 +89,12 @@ def decoder_outputs(config: ModelConfig, lowering: Lowering) -> list[Port]:
             _floats("top_logprobs", "samples", "top"),
             _floats("top_scores", "samples", "top"),
         ]
-    if lowering != "native":
-        logits = _floats("logits", "batch", config.vocab_size)
-        return [logits, *cache_ports(config, "decoder", "target_capacity", "present")]
     return [
         _ids("token_ids", "samples"),
         _floats("logprobs", "samples"),
         _ids("top_ids", "samples", "top"),
         _floats("top_logprobs", "samples", "top"),
         _floats("top_scores", "samples", "top"),
-    ]
-
-
-def cache_ports(config: ModelConfig, side: str, capacity: str, prefix: str) -> list[Port]:
-    """Return key and value caches of all decoder layers; side is `decoder` (self) or `encoder` (cross attention)."""
-    by_layer = config.resolved_module_heads
-    return [
-        _floats(f"{prefix}.{layer}.{side}.{name}", "batch", heads, capacity, config.resolved_head_dim)
-        for layer, heads in enumerate(by_layer.decoder_self if side == "decoder" else by_layer.decoder_cross)
-        for name in ("key", "value")
     ]
 
 

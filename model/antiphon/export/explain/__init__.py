@@ -1,1 +1,0 @@
-"""The explain graph of a bundle, and the weights that it shares with the other graphs."""

@@ -1,1 +1,0 @@
-"""Graphs of a model's parts: tracing, lowerings and passes."""

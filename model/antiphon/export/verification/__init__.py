@@ -1,1 +1,0 @@
-"""Verification of exported graphs against the PyTorch model."""

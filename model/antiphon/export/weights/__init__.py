@@ -1,1 +1,0 @@
-"""Weights of exported graphs: quantisation, packing and the file of weights."""
