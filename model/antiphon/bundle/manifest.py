@@ -33,7 +33,7 @@ from antiphon.text.format import TextFormat
 
 log = logging.getLogger(__name__)
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 MANIFEST_NAME = "manifest.json"
 # Plain names that are not hidden: no name leads out of the directory.
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,254}")

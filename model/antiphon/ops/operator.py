@@ -113,7 +113,6 @@ class Operator:
     purpose: its result, in one sentence, with the paper that defines it.
     shapes: rule that returns the shape of every output, given the inputs by name.
     weights: layouts of its weights, which have the same precisions.
-    has_kernel: False where the export replaces the operator by one of ONNX Runtime's own.
     """
 
     name: str
@@ -123,7 +122,6 @@ class Operator:
     outputs: tuple[Output, ...]
     shapes: Callable[[Mapping[str, Any]], Sequence[Shape]]
     weights: tuple[PackedWeight, ...] = ()
-    has_kernel: bool = True
 
     @property
     def node_name(self) -> str:
@@ -157,8 +155,6 @@ class Operator:
 
     def kernels(self) -> tuple[Node, ...]:
         """Return the signatures of all nodes for which the native library has a kernel."""
-        if not self.has_kernel:
-            return ()
         if not self.weights:
             return (self.node(),)
         nodes = (self.packed_node(precision) for precision in NODE_PREFIXES)

@@ -64,7 +64,7 @@ SAMPLES = (
     Output("top_scores", "float", "K, k", "log-probabilities of the candidates after the edits"),
 )
 
-# Inputs that hold a packed weight, by precision; model/antiphon/export/weights/packing.py packs the weights.
+# Inputs that hold a packed weight, by precision; model/antiphon/export/weights.py packs the weights.
 FLOAT32_WEIGHT = (Input("weight", "float", "Op / 16, K, 16", "panels of 16 outputs"),)
 
 INT8_WEIGHT = (

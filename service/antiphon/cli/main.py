@@ -218,7 +218,6 @@ the same as antiphon lab compare; after an interruption, the same command resume
         summary="export a checkpoint to a bundle that serve reads",
         examples="""\
   antiphon export CHECKPOINT BUNDLE         float32 and int8 graphs, verified against PyTorch
-  antiphon export CHECKPOINT BUNDLE --precision int8 --contrib       ONNX Runtime's own operators as well as ours
   antiphon export CHECKPOINT BUNDLE --lowering native cuda           graphs for an NVIDIA GPU as well
   antiphon serve BUNDLE""",
     ),

@@ -379,7 +379,7 @@ def native(case: Case, precision: Precision, cache_element: int) -> Prediction:
     return Prediction(terms=terms, peak_bytes=total(terms))
 
 
-_DEPTH = 64  # inputs of an int8 weight are padded to this multiple, see export/weights/packing.py
+_DEPTH = 64  # inputs of an int8 weight are padded to this multiple, see export/weights.py
 _WEIGHTS: dict[str, str] = {
     "float32": "4 P + positions",
     "int8": "products and embeddings + 8 an output + 4 others + positions",

@@ -1,7 +1,7 @@
 """Nodes of the graphs that run on an NVIDIA GPU, and their kernels: the one place that declares them.
 
 A declaration lists what a node takes, returns and refuses, and the parameters of its kernels. These parts are derived
-from it: the nodes that the lowering writes (export/graphs/cuda_lowering.py), the ports, checks of sizes and launches of
+from it: the nodes that the lowering writes (export/cuda_lowering.py), the ports, checks of sizes and launches of
 the native library (node_header.py), the signatures and variants that are compiled (compile_kernels.py), and the
 launches of the tests. References are in references.py.
 

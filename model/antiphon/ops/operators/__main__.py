@@ -58,8 +58,6 @@ def _in_place(output: Output) -> str:
 
 
 def _kernels(operator: Operator) -> str:
-    if not operator.has_kernel:
-        return "No native kernel: the contrib lowering replaces the node by an operator of ONNX Runtime."
     return "Native kernels: " + ", ".join(f"`{node.name}`" for node in operator.kernels()) + "."
 
 
