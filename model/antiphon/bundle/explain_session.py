@@ -61,7 +61,7 @@ class ExplainSession:
         types = type_ids or [0] * len(source_ids)
         ids = {"source_ids": source_ids, "type_ids": types, "target_ids": target_ids}
         try:
-            given = {name: np.array([ids[name]], np.int64) for name in self._inputs}
-            return dict(zip(self._outputs, self._session.run(self._outputs, given), strict=True))
+            inputs = {name: np.array([ids[name]], np.int64) for name in self._inputs}
+            return dict(zip(self._outputs, self._session.run(self._outputs, inputs), strict=True))
         except Exception as error:  # onnxruntime's exceptions share no narrower base
             raise GraphError(f"{self._path}: the explain graph failed: {error}") from error

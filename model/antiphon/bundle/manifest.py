@@ -369,9 +369,9 @@ def _check_file(path: Path, name: str, expected: FileEntry) -> None:
     size = target.stat().st_size
     if size != expected.size:  # before a byte is read
         raise BundleError(f"{target} is damaged: {size} bytes, the manifest says {expected.size}")
-    found = file_entry(target)
-    if found != expected:
+    entry = file_entry(target)
+    if entry != expected:
         raise BundleError(
-            f"{target} is damaged: {found.size} bytes with sha256 {found.sha256[:12]}..., "
+            f"{target} is damaged: {entry.size} bytes with sha256 {entry.sha256[:12]}..., "
             f"the manifest says {expected.size} bytes with {expected.sha256[:12]}..."
         )

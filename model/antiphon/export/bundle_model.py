@@ -157,12 +157,12 @@ def listed_logprobs(token_ids: Ids, logprobs: Floats, top_ids: Ids, top_logprobs
     """
     if (token_ids < 0).any():
         raise StepError(f"logits of rows {np.flatnonzero(token_ids < 0).tolist()} are not finite")
-    found = np.empty_like(top_logprobs)
-    np.put_along_axis(found, top_ids, top_logprobs, axis=1)
-    _check_choice(found, token_ids, logprobs)
+    logprobs_by_id = np.empty_like(top_logprobs)
+    np.put_along_axis(logprobs_by_id, top_ids, top_logprobs, axis=1)
+    _check_choice(logprobs_by_id, token_ids, logprobs)
     if not np.array_equal(top_scores, top_logprobs):
         raise StepError("top_scores differ from top_logprobs although no logits were changed")
-    return found
+    return logprobs_by_id
 
 
 def _check_choice(logprobs: Floats, token_ids: Ids, chosen: Floats) -> None:

@@ -42,7 +42,7 @@ _ELEMENTS: Mapping[Precision, ir.DataType] = {
     "float16": ir.DataType.FLOAT16,
     "float32": ir.DataType.FLOAT,
 }
-_INPUT_NAMES = {operator.node_name: [given.name for given in operator.inputs] for operator in OPERATORS} | {
+_INPUT_NAMES = {operator.node_name: [port.name for port in operator.inputs] for operator in OPERATORS} | {
     "Gather": ["table", "indices"],
     "Add": ["x", "y"],
     "Slice": ["table", "starts", "ends", "axes", "steps"],
@@ -167,18 +167,18 @@ class _Rewriting:
         return self.graph.plain(self._state(call, name))
 
     def _embed(self, call: _Call) -> Sequence[State]:
-        given: dict[str, ir.Value | None] = {
+        named: dict[str, ir.Value | None] = {
             "tokens": self.graph.inputs["tokens"],
             "positions": self.graph.inputs["positions"],
             "weight": self.graph.weight(call.operand("weight"), fill=0),
             "position_table": self.graph.optional_weight(call.optional("position_table")),
         }
         if "previous" in self.graph.inputs:
-            given |= {name: self.graph.inputs[name] for name in ("rows", "previous")}
+            named |= {name: self.graph.inputs[name] for name in ("rows", "previous")}
         if self._types is not None and (gather := self._types.producer()) is not None:
             table = self.graph.weight(_Call(gather, self._folded).operand("table"))
-            given |= {"types": self.graph.inputs["types"], "type_table": table}
-        return [State(self.graph.add(nodes.EMBED, given, **call.attributes("scale"))[0])]
+            named |= {"types": self.graph.inputs["types"], "type_table": table}
+        return [State(self.graph.add(nodes.EMBED, named, **call.attributes("scale"))[0])]
 
     def _slice(self, call: _Call) -> Sequence[State]:
         """Keep a part of a table: that of positions, without the rows before the first token."""
@@ -226,10 +226,10 @@ class _Rewriting:
         return self._normed(call, self._project(call, prefix, states), self._plain(call, "residual"), names)
 
     def _normed(self, call: _Call, x: State, residual: ir.Value | None, names: Mapping[str, str]) -> Sequence[State]:
-        given = {name: self.graph.optional_weight(call.optional(own)) for name, own in names.items()}
+        named = {name: self.graph.optional_weight(call.optional(own)) for name, own in names.items()}
         outputs = self.graph.add(
             nodes.ADD_NORM,
-            {"x": x.value, "bias": x.bias, "residual": residual, **given},
+            {"x": x.value, "bias": x.bias, "residual": residual, **named},
             **call.attributes("epsilon", "kind"),
         )
         return [State(output) for output in outputs]
@@ -243,50 +243,50 @@ class _Rewriting:
         qkv = self._project(call, "qkv", self._plain(call, "x"))
         if (table := call.optional("rotary_table")) is None:
             return qkv
-        given = {
+        named = {
             "qkv": qkv.value,
             "bias": qkv.bias,
             "positions": self.graph.inputs["positions"],
             "table": self.graph.table(table),
         }
-        return State(self.graph.add(nodes.ROTARY, given, **call.attributes("num_heads"))[0])
+        return State(self.graph.add(nodes.ROTARY, named, **call.attributes("num_heads"))[0])
 
     def _packed_attention_sublayer(self, call: _Call) -> Sequence[State]:
         qkv = self._project_rotated(call)
-        given = {"qkv": qkv.value, "bias": qkv.bias, **self._named("offsets", "tiles"), **self._score_bias(call)}
+        named = {"qkv": qkv.value, "bias": qkv.bias, **self._named("offsets", "tiles"), **self._score_bias(call)}
         attributes = call.attributes("num_heads", "scale", "causal")
-        (attended,) = self.graph.add(nodes.PACKED_ATTENTION, given, **attributes)
+        (attended,) = self.graph.add(nodes.PACKED_ATTENTION, named, **attributes)
         return self._end(call, "out", attended)
 
     def _paged_self_attention_sublayer(self, call: _Call) -> Sequence[State]:
         qkv = self._project_rotated(call)
         tables = self.graph.inputs["self_tables"]
-        given = {"kv": qkv.value, "bias": qkv.bias, "tables": tables, **self._named("cache", "rows", "positions")}
-        (written,) = self.graph.add(nodes.PAGED_WRITE, given, **call.attributes("num_heads", "layer"))
-        further = {"written": written, **self._score_bias(call)}
-        return self._end(call, "out", self._attended(call, qkv, "self", further))
+        named = {"kv": qkv.value, "bias": qkv.bias, "tables": tables, **self._named("cache", "rows", "positions")}
+        (written,) = self.graph.add(nodes.PAGED_WRITE, named, **call.attributes("num_heads", "layer"))
+        more = {"written": written, **self._score_bias(call)}
+        return self._end(call, "out", self._attended(call, qkv, "self", more))
 
     def _paged_cross_attention_sublayer(self, call: _Call) -> Sequence[State]:
         query = self._project(call, "query", self._plain(call, "x"))
         return self._end(call, "out", self._attended(call, query, "cross", {}))
 
-    def _attended(self, call: _Call, query: State, side: str, further: Mapping[str, ir.Value | None]) -> ir.Value:
+    def _attended(self, call: _Call, query: State, side: str, more: Mapping[str, ir.Value | None]) -> ir.Value:
         """Add the attention over the blocks of one side of the cache."""
-        given = {
+        named = {
             "query": query.value,
             "bias": query.bias,
             **self._named("cache", "rows"),
             "tables": self.graph.inputs[f"{side}_tables"],
             "lengths": self.graph.inputs[f"{side}_lens"],
-            **further,
+            **more,
         }
-        return self.graph.add(nodes.PAGED_ATTENTION, given, **call.attributes("num_heads", "scale", "layer"))[0]
+        return self.graph.add(nodes.PAGED_ATTENTION, named, **call.attributes("num_heads", "scale", "layer"))[0]
 
     def _paged_write(self, call: _Call) -> Sequence[State]:
         kv = self._state(call, "kv")
-        given = {"kv": kv.value, "bias": kv.bias, **self._named("cache", "tables", "rows", "positions")}
+        named = {"kv": kv.value, "bias": kv.bias, **self._named("cache", "tables", "rows", "positions")}
         attributes = call.attributes("num_heads", "layer")
-        (written,) = self.graph.add(nodes.PAGED_WRITE, given, **attributes)
+        (written,) = self.graph.add(nodes.PAGED_WRITE, named, **attributes)
         self._written[f"written.{attributes['layer']}"] = written
         return [State(written)]
 
@@ -294,14 +294,14 @@ class _Rewriting:
         hidden = {"hidden": self._plain(call, "hidden"), **self._named("picks")}
         (picked,) = self.graph.add(nodes.PICK, hidden)
         weight = self.graph.weight(call.operand("weight"), fill=0)
-        params = [given.name for given in nodes.SAMPLE.inputs[3:]]
-        given = {
+        params = [port.name for port in nodes.SAMPLE.inputs[3:]]
+        named = {
             "logits": self.graph.product(picked, weight),
             "bias": self._logits_bias(call, static_dim(weight, 0)),
             "positions": self.graph.inputs["sample_positions"],
             **self._named(*params),
         }
-        return [State(output) for output in self.graph.add(nodes.SAMPLE, given)]
+        return [State(output) for output in self.graph.add(nodes.SAMPLE, named)]
 
     def _logits_bias(self, call: _Call, width: int) -> ir.Value | None:
         """Return the bias of the logits, which forbids the tokens that were added to the vocabulary."""

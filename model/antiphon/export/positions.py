@@ -67,6 +67,6 @@ def _constant(name: str, table: Floats) -> ir.Value:
 
 def verify_positions(path: Path, model: Transformer) -> None:
     """Raise VerificationError unless a graph has exactly the model's learned tables of positions."""
-    found, expected = read_position_tables(path), position_tables(model)
-    if found.keys() != expected.keys() or any(not np.array_equal(found[name], expected[name]) for name in expected):
+    tables, expected = read_position_tables(path), position_tables(model)
+    if tables.keys() != expected.keys() or any(not np.array_equal(tables[name], expected[name]) for name in expected):
         raise VerificationError(f"{path.name} disagrees with the model: a table of positions differs")

@@ -70,13 +70,13 @@ def unpack_checkpoint(bundle: Bundle, precision: Precision | None = None) -> Che
 
 def _by_node_name() -> dict[str, tuple[Operator, Precision | None]]:
     """Return the operator of each kind of node, with the precision of its packed weights if it has any."""
-    found: dict[str, tuple[Operator, Precision | None]] = {}
+    by_name: dict[str, tuple[Operator, Precision | None]] = {}
     for operator in OPERATORS:
-        found[operator.node_name] = (operator, None)
+        by_name[operator.node_name] = (operator, None)
         for precision in get_args(Precision):
             if (packed := operator.packed_node(precision)) is not None:
-                found[packed.name] = (operator, precision)
-    return found
+                by_name[packed.name] = (operator, precision)
+    return by_name
 
 
 _OPERATORS = _by_node_name()
@@ -102,7 +102,7 @@ class _Node:
         operator, precision = self.operator, self.precision
         declared = operator.node() if precision is None else operator.packed_node(precision)
         assert declared is not None
-        names = [given.name for given in declared.inputs]
+        names = [port.name for port in declared.inputs]
         index = names.index(name)
         return constant_array(self.node.inputs[index]) if index < len(self.node.inputs) else None
 
@@ -116,10 +116,10 @@ class _Node:
         assert self.precision is not None
         parts = [self.constant(part.name) for part in packed.inputs(self.precision)]
         outputs, inputs = target.shape
-        found = self.node.attributes[packed.sizes[0]].as_int() if packed.sizes else outputs
-        if found != outputs:
+        count = self.node.attributes[packed.sizes[0]].as_int() if packed.sizes else outputs
+        if count != outputs:
             raise CheckpointError(
-                f"{self.graph}: {self.node.name} has {packed.sizes[0]}={found}, the manifest's model has {outputs}"
+                f"{self.graph}: {self.node.name} has {packed.sizes[0]}={count}, the manifest's model has {outputs}"
             )
         arrays = [part for part in parts if part is not None]
         self._copy(unpack_weight(arrays, self.precision, outputs, inputs), target, name)
@@ -165,21 +165,23 @@ class _NativeGraph:
 
     def products(self, count: int) -> list[_Parameters]:
         """Return the parameters of every product, of which there must be `count`; the output's are the last."""
-        found = [
+        products = [
             _Parameters(node, weight.name.removesuffix("weight"))
             for node in self._nodes
             if node.operator is not EMBED
             for weight in node.operator.weights
         ]
-        return _checked(self.path, "products", found, count)
+        return _checked(self.path, "products", products, count)
 
     def norms(self, count: int) -> list[_Parameters]:
         """Return the parameters of every norm, of which there must be `count`."""
-        prefixes = {ADD_NORM.name: ""} | {one.name: "norm_" for one in OPERATORS if _has_input(one, "norm_weight")}
-        found = [
+        prefixes = {ADD_NORM.name: ""} | {
+            operator.name: "norm_" for operator in OPERATORS if _has_input(operator, "norm_weight")
+        }
+        norms = [
             _Parameters(node, prefixes[node.operator.name]) for node in self._nodes if node.operator.name in prefixes
         ]
-        return _checked(self.path, "norms", found, count)
+        return _checked(self.path, "norms", norms, count)
 
     def biased(self) -> _Node:
         """Return the first node with a bias by distance."""
@@ -187,13 +189,13 @@ class _NativeGraph:
 
 
 def _has_input(operator: Operator, name: str) -> bool:
-    return any(given.name == name for given in operator.inputs)
+    return any(port.name == name for port in operator.inputs)
 
 
-def _checked(path: Path, what: str, found: list[P], count: int) -> list[P]:
-    if len(found) != count:
-        raise CheckpointError(f"{path} has {len(found)} {what}, the manifest's model has {count}")
-    return found
+def _checked(path: Path, what: str, parts: list[P], count: int) -> list[P]:
+    if len(parts) != count:
+        raise CheckpointError(f"{path} has {len(parts)} {what}, the manifest's model has {count}")
+    return parts
 
 
 def _fill(graph: _NativeGraph, stack: Stack, later_products: Sequence[nn.Linear]) -> None:

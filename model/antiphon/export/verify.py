@@ -109,10 +109,10 @@ def verify(directory: Path, graphs: GraphSet, model: Transformer, *, seed: int =
     except StepError as error:
         raise VerificationError(f"{graphs.lowering} {graphs.precision} graphs: {error}") from None
     width = model.config.vocab_size
-    found, expected = (
+    actual, expected = (
         np.concatenate([logits.reshape(-1, width) for logits in side]) for side in zip(*pairs, strict=True)
     )
-    comparison = compare(found, expected)
+    comparison = compare(actual, expected)
     if excess := comparison.excess(TOLERANCES[graphs.precision]):
         raise VerificationError(f"{graphs.lowering} {graphs.precision} graphs disagree with the model: {excess}")
     return comparison
@@ -127,14 +127,14 @@ def _run_cases(
     return [_logits_of(stepper, case) for case in cases]
 
 
-def compare(found: Floats, expected: Floats) -> Comparison:
+def compare(actual: Floats, expected: Floats) -> Comparison:
     """Measure the differences between logits [N, V]."""
     centred = expected - expected.mean(axis=1, keepdims=True)
-    error = found - expected
+    error = actual - expected
     return Comparison(
         max_error=float(np.abs(error).max() / max(1.0, np.abs(expected).max())),
         rms_error=float(np.sqrt((error**2).mean() / (centred**2).mean())),
-        agreement=float((found.argmax(axis=1) == expected.argmax(axis=1)).mean()),
+        agreement=float((actual.argmax(axis=1) == expected.argmax(axis=1)).mean()),
     )
 
 
@@ -185,14 +185,14 @@ def step_through(stepper: NativeStepper | CudaStepper, sources: Sequence[Ids], t
     """
     rows, steps = target.shape
     step = stepper.start(sources, steps + 1)
-    found: list[list[Floats]] = [[] for _ in range(rows)]
+    logits: list[list[Floats]] = [[] for _ in range(rows)]
     for time in range(steps + rows - 1):
         positions = np.clip(time - np.arange(rows), 0, steps - 1).astype(np.int32)
         results = step(target[np.arange(rows), positions], positions)
         for row in range(rows):
             if 0 <= time - row < steps:
-                found[row].append(results[row])
-    return np.array(found)
+                logits[row].append(results[row])
+    return np.array(logits)
 
 
 _SOURCE_LENS = (9, 33, 1, 9, 17, 33, 5)
@@ -228,10 +228,10 @@ def verify_encoder(directory: Path, graphs: GraphSet, model: Transformer, *, see
     Raises VerificationError when one is beyond its tolerance.
     """
     limit = ENCODER_TOLERANCES[graphs.precision]
-    for part, found, expected in _compared(directory, graphs, model, np.random.default_rng(seed)):
+    for part, actual, expected in _compared(directory, graphs, model, np.random.default_rng(seed)):
         size = np.abs(expected)
-        largest = float(np.abs(found - expected).max() / max(1.0, size.max()))
-        rms = float(np.sqrt(((found - expected) ** 2).mean()) / max(1e-3, np.sqrt((size**2).mean())))
+        largest = float(np.abs(actual - expected).max() / max(1.0, size.max()))
+        rms = float(np.sqrt(((actual - expected) ** 2).mean()) / max(1e-3, np.sqrt((size**2).mean())))
         # Written so that a measure that is not a number is beyond its limit.
         if not (largest <= limit.max_error and rms <= limit.rms_error):
             raise VerificationError(
@@ -250,9 +250,9 @@ def _compared(
     types = [random.integers(0, max(1, config.token_types), length) for length in lens]
     opened = NativeEncoder if graphs.lowering == "native" else cuda_encoder
     encoder = opened(directory, graphs, config)
-    found = encoder.encode(sources, types)
+    actual = encoder.encode(sources, types)
     expected = reference_states(model, sources, types)
-    yield "encoder", np.concatenate(found), expected
+    yield "encoder", np.concatenate(actual), expected
     for head in config.heads:
         hidden = np.tile(expected, (1, config.head_input_width(head) // config.d_model))
         with torch.no_grad():

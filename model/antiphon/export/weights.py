@@ -171,13 +171,13 @@ class _Packer:
         weights = {weight.name: weight for weight in operator.weights}
         attributes = {key: attribute.value for key, attribute in node.attributes.items()}
         inputs: list[ir.Value | None] = []
-        for given, value in zip(operator.inputs, node.inputs, strict=False):
-            if given.name not in weights:
+        for port, value in zip(operator.inputs, node.inputs, strict=False):
+            if port.name not in weights:
                 inputs.append(value)
                 continue
             array = constant_array(value)
-            assert array is not None, f"{node.op_type} {node.name}: {given.name} is not a constant"
-            weight = weights[given.name]
+            assert array is not None, f"{node.op_type} {node.name}: {port.name} is not a constant"
+            weight = weights[port.name]
             inputs += self._packed(value, array, precision)[: len(weight.parts[precision])]
             attributes.update(zip(weight.sizes, array.shape, strict=False))
         outputs = self.edit.emit_many(node, packed.name, inputs, attributes, len(node.outputs), domain=DOMAIN)

@@ -111,25 +111,19 @@ def cached_attention(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Append new keys and values to each row's cache, then attend over all cached tokens of the row.
 
-    query:       [B, T, H, D] float
-    key, value:  [B, N, H, D], N = T new tokens to append, or N = 0: nothing to append (cross attention)
-    cache_key:   [B, H, C, D], cache_value likewise; cache_lens: [B] int32, cached tokens before the append
-    bias:        [1 or B, 1 or H, T, C] or None
-    Appended tokens see themselves and the tokens before them; with N = 0 every query sees all tokens of its row.
+    query, key, value: [B, T, H, D] float, of T new tokens
+    cache_key:         [B, H, C, D], cache_value likewise; cache_lens: [B] int32, cached tokens before the append
+    bias:              [1 or B, 1 or H, T, C] or None
+    New tokens see themselves and the tokens before them.
     Returns ([B, T, H, D], present_key, present_value), new tensors: the cache passed in is unchanged.
-    cache_lens + N must not exceed C.
+    cache_lens + T must not exceed C.
     """
-    appended = key.shape[1]
-    capacity = cache_key.shape[2]
-    positions = torch.arange(capacity, device=query.device)
-    if appended:
-        slots = cache_lens[:, None].long() + torch.arange(appended, device=query.device)  # [B, N]
-        index = slots[:, None, :, None].expand(-1, key.shape[2], -1, key.shape[3])
-        cache_key = cache_key.scatter(2, index, key.transpose(1, 2))
-        cache_value = cache_value.scatter(2, index, value.transpose(1, 2))
-        seen = positions <= slots[:, :, None]  # [B, N, C]
-    else:
-        seen = (positions < cache_lens[:, None])[:, None, :]  # [B, 1, C]
+    positions = torch.arange(cache_key.shape[2], device=query.device)
+    slots = cache_lens[:, None].long() + torch.arange(key.shape[1], device=query.device)  # [B, T]
+    index = slots[:, None, :, None].expand(-1, key.shape[2], -1, key.shape[3])
+    cache_key = cache_key.scatter(2, index, key.transpose(1, 2))
+    cache_value = cache_value.scatter(2, index, value.transpose(1, 2))
+    seen = positions <= slots[:, :, None]  # [B, T, C]
     scores = torch.matmul(query.transpose(1, 2), cache_key.transpose(2, 3)) * scale
     if bias is not None:
         scores = scores + bias

@@ -149,7 +149,7 @@ class SearchArrays:
         num_ended = self._functions.antiphon_beams_choose(
             ctypes.byref(self._native), ctypes.byref(self._tops), _address(rows), len(rows)
         )
-        return [Ended(*one) for one in self.ended.reshape(-1)[:num_ended].tolist()] if num_ended else []
+        return [Ended(*ended) for ended in self.ended.reshape(-1)[:num_ended].tolist()] if num_ended else []
 
     def remember(self, num_searches: int, *, keeps_logprobs: bool) -> list[tuple[int, int, int]]:
         """Append the chosen tokens to the histories, and their log-probabilities if any search keeps them.

@@ -206,9 +206,9 @@ def sampling_stages(
     forced_id: the only token left after the processors stage, whatever its score.
     """
     current = logprobs.astype(np.float64)
-    found = [StageDistribution(Stage.MODEL, current)]
+    stages = [StageDistribution(Stage.MODEL, current)]
     current = _processed(current, logprobs, scores, forced_id)
-    found.append(StageDistribution(Stage.LOGITS_PROCESSORS, current))
+    stages.append(StageDistribution(Stage.LOGITS_PROCESSORS, current))
     is_decided = forced_id is not None or not (scores > -np.inf).any()
     if warp.temperature == 0 and not is_decided:
         current, is_decided = _only(int(scores.argmax()), len(scores)), True
@@ -216,9 +216,9 @@ def sampling_stages(
     for stage, after in _warps(warp):
         if not is_decided and after != before:
             current = _warped(scores, after)
-        found.append(StageDistribution(stage, current))
+        stages.append(StageDistribution(stage, current))
         before = after
-    return tuple(found)
+    return tuple(stages)
 
 
 def likeliest_ids(values: NDArray[np.float32], count: int) -> NDArray[np.int64]:

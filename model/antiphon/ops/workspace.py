@@ -149,9 +149,9 @@ def _unusable(library: Path, error: Exception) -> WorkspaceError:
 def _check_version(native: ctypes.CDLL) -> None:
     """Raise OSError for a library of another version of this package."""
     version = getattr(native, "antiphon_native_version", None)
-    found = "none" if version is None else version()
-    if found != NATIVE_VERSION:
-        raise OSError(f"its version is {found}, this antiphon needs {NATIVE_VERSION}")
+    number = "none" if version is None else version()
+    if number != NATIVE_VERSION:
+        raise OSError(f"its version is {number}, this antiphon needs {NATIVE_VERSION}")
 
 
 def _function(native: ctypes.CDLL, name: str, *arguments: Any, returns: Any = None) -> Callable[..., Any]:

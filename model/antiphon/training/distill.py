@@ -76,9 +76,9 @@ def _soft_cross_entropy(logits: Tensor, taught: Tensor, temperature: float) -> T
 
     The factor keeps the size of the gradient (Hinton et al. 2015, section 2.1).
     """
-    found = functional.log_softmax(logits / temperature, dim=-1)
+    actual = functional.log_softmax(logits / temperature, dim=-1)
     wanted = functional.log_softmax(taught / temperature, dim=-1)
-    return functional.kl_div(found, wanted, reduction="sum", log_target=True) * temperature**2
+    return functional.kl_div(actual, wanted, reduction="sum", log_target=True) * temperature**2
 
 
 def _cosine_distance(states: Tensor, expected: Tensor, lens: Tensor) -> Tensor:

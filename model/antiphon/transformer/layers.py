@@ -10,6 +10,7 @@ Axes: B batch, S source, T target, M model width, H heads, D head width, C cache
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 
@@ -21,6 +22,17 @@ from antiphon.transformer.dropout import Dropout
 from antiphon.transformer.positions import rotary_tables, rotate
 
 KV = tuple[Tensor, Tensor]
+
+
+@dataclass(slots=True)
+class SelfCache:
+    """Keys and values [B, H, C, D] of the first lens [B] int32 tokens of each row; attention appends new tokens."""
+
+    keys: Tensor
+    values: Tensor
+    lens: Tensor
+
+
 Relative = tuple[Tensor, Tensor] | None
 
 
@@ -86,11 +98,17 @@ class SelfAttention(nn.Module):
         return query, key, value
 
     def forward(
-        self, hidden: Tensor, positions: Tensor, lens: Tensor | None, bias: Tensor | None, relative: Relative = None
+        self,
+        hidden: Tensor,
+        positions: Tensor,
+        lens: Tensor | None,
+        bias: Tensor | None,
+        relative: Relative = None,
+        cache: SelfCache | None = None,
     ) -> Tensor:
-        """Attend over the whole sequence. Returns [B, T, M].
+        """Attend over the whole sequence, or over a cache to which the new tokens are appended. Returns [B, T, M].
 
-        hidden [B, T, M]; positions [1, T]; lens [B] int32, None without padding; bias as in ops/attention.py.
+        hidden [B, T, M]; positions [1 or B, T]; lens [B] int32, None without padding; bias as in ops/attention.py.
         relative: for disentangled attention the table [P, M] and its row numbers [T, T], see ops/disentangled.py.
         """
         query, key, value = self._project(hidden, positions)
@@ -98,17 +116,13 @@ class SelfAttention(nn.Module):
             table, rows = relative
             position_keys, position_queries = self.relative(table, self.qkv)
             bias = position_scores(query, key, position_keys, position_queries, rows) * self.scale
-        attended = self.attend(query, key, value, lens, bias, causal=self.causal, scale=self.scale)
+        if cache is None:
+            attended = self.attend(query, key, value, lens, bias, causal=self.causal, scale=self.scale)
+        else:
+            attended, cache.keys, cache.values = cached_attention(
+                query, key, value, cache.keys, cache.values, cache.lens, bias, scale=self.scale
+            )
         return self.out(attended.flatten(-2))  # type: ignore[no-any-return]
-
-    def step(self, hidden: Tensor, past_lens: Tensor, cache: KV, bias: Tensor | None) -> tuple[Tensor, KV]:
-        """Attend from one new token a row: hidden [B, 1, M], past_lens [B] int32, cache two of [B, H, C, D].
-
-        Returns [B, 1, M] and the cache with the new token.
-        """
-        query, key, value = self._project(hidden, past_lens[:, None])
-        attended, *present = cached_attention(query, key, value, *cache, past_lens, bias, scale=self.scale)
-        return self.out(attended.flatten(-2)), (present[0], present[1])
 
 
 class CrossAttention(nn.Module):
@@ -137,16 +151,6 @@ class CrossAttention(nn.Module):
         query = self.query(hidden).unflatten(-1, self.heads)
         key, value = (part.transpose(1, 2) for part in cross_kv)
         attended = self.attend(query, key, value, source_lens, None, causal=False, scale=self.scale)
-        return self.out(attended.flatten(-2))  # type: ignore[no-any-return]
-
-    def step(self, hidden: Tensor, cross_kv: KV, source_lens: Tensor) -> Tensor:
-        """Attend from one token a row, hidden [B, 1, M], to the first source_lens keys of cross_kv. Returns [B, 1, M].
-
-        cross_kv two of [B, H, C, D]; source_lens [B] int32.
-        """
-        query = self.query(hidden).unflatten(-1, self.heads)
-        no_keys = query[:, :0]  # the cache gets no new keys
-        attended, _, _ = cached_attention(query, no_keys, no_keys, *cross_kv, source_lens, None, scale=self.scale)
         return self.out(attended.flatten(-2))  # type: ignore[no-any-return]
 
 
@@ -228,39 +232,17 @@ class DecoderLayer(nn.Module):
         bias: Tensor | None,
         cross_kv: KV | None,
         source_lens: Tensor | None,
+        cache: SelfCache | None = None,
     ) -> Tensor:
-        """Apply to all target positions, hidden [B, T, M] (teacher forcing). Returns [B, T, M].
+        """Apply to target positions, hidden [B, T, M]: to all of them, or to those after a cache. Returns [B, T, M].
 
         cross_kv two of [B, H, S, D], None for a decoder-only model; source_lens [B] int32, None without padding.
         """
         residual = self.self_residual
-        hidden = residual.after(hidden, self.self_attention(residual.before(hidden), positions, None, bias))
+        update = self.self_attention(residual.before(hidden), positions, None, bias, None, cache)
+        hidden = residual.after(hidden, update)
         if self.cross_attention is not None and self.cross_residual is not None and cross_kv is not None:
             residual = self.cross_residual
             hidden = residual.after(hidden, self.cross_attention(residual.before(hidden), cross_kv, source_lens))
         residual = self.feed_forward_residual
         return residual.after(hidden, self.feed_forward(residual.before(hidden)))
-
-    def step(
-        self,
-        hidden: Tensor,
-        past_lens: Tensor,
-        bias: Tensor | None,
-        self_kv: KV,
-        cross_kv: KV | None,
-        source_lens: Tensor | None,
-    ) -> tuple[Tensor, KV]:
-        """Apply to one token a row, hidden [B, 1, M]. Returns [B, 1, M] and the self cache with the new token.
-
-        self_kv, cross_kv two of [B, H, C, D]; past_lens, source_lens [B] int32.
-        """
-        residual = self.self_residual
-        update, present = self.self_attention.step(residual.before(hidden), past_lens, self_kv, bias)
-        hidden = residual.after(hidden, update)
-        if self.cross_attention is not None and self.cross_residual is not None:
-            assert cross_kv is not None
-            assert source_lens is not None
-            residual = self.cross_residual
-            hidden = residual.after(hidden, self.cross_attention.step(residual.before(hidden), cross_kv, source_lens))
-        residual = self.feed_forward_residual
-        return residual.after(hidden, self.feed_forward(residual.before(hidden))), present

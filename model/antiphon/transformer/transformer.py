@@ -21,7 +21,7 @@ from antiphon.ops.attention import Backend
 from antiphon.ops.disentangled import RelativePositions
 from antiphon.transformer.dropout import Dropout
 from antiphon.transformer.heads import Head
-from antiphon.transformer.layers import KV, DecoderLayer, EncoderLayer, make_norm
+from antiphon.transformer.layers import KV, DecoderLayer, EncoderLayer, SelfCache, make_norm
 from antiphon.transformer.positions import AbsolutePositions, RelativeBias
 
 
@@ -96,34 +96,28 @@ class Decoder(Stack):
         """Layers with their static type."""
         return tuple(layer for layer in self.layers if isinstance(layer, DecoderLayer))
 
-    def forward(self, ids: Tensor, cross_kv: Sequence[KV] | None, source_lens: Tensor | None) -> Tensor:
-        """Return hidden states [B, T, M] of all positions; ids [B, T] int64. See Transformer.decode."""
-        positions = torch.arange(ids.shape[1], device=ids.device)[None]
-        hidden = self.embed(ids, positions)
-        bias = self.relative_bias(positions, ids.shape[1])
-        for index, layer in enumerate(self.layers):
-            source_kv = cross_kv[index] if cross_kv is not None else None
-            hidden = self.run(layer, hidden, positions, bias, source_kv, source_lens)
-        return self.final_norm(hidden)  # type: ignore[no-any-return]
-
-    def step(
+    def forward(
         self,
         ids: Tensor,
-        past_lens: Tensor,
-        self_kv: Sequence[KV],
         cross_kv: Sequence[KV] | None,
         source_lens: Tensor | None,
-    ) -> tuple[Tensor, tuple[KV, ...]]:
-        """Run one token a row at position past_lens[b]; see Transformer.step."""
-        positions = past_lens[:, None]
+        caches: Sequence[SelfCache] | None = None,
+    ) -> Tensor:
+        """Return hidden states [B, T, M] of all positions, or with caches of new tokens behind those of each row.
+
+        ids [B, T] int64, with caches T = 1. See Transformer.decode and Transformer.step.
+        """
+        if caches is None:
+            positions, keys = torch.arange(ids.shape[1], device=ids.device)[None], ids.shape[1]
+        else:
+            positions, keys = caches[0].lens[:, None], caches[0].keys.shape[2]
         hidden = self.embed(ids, positions)
-        bias = self.relative_bias(positions, self_kv[0][0].shape[2])
-        presents = []
-        for index, layer in enumerate(self.blocks):
+        bias = self.relative_bias(positions, keys)
+        for index, layer in enumerate(self.layers):
             source_kv = cross_kv[index] if cross_kv is not None else None
-            hidden, present = layer.step(hidden, past_lens, bias, self_kv[index], source_kv, source_lens)
-            presents.append(present)
-        return self.final_norm(hidden), tuple(presents)
+            cache = caches[index] if caches is not None else None
+            hidden = self.run(layer, hidden, positions, bias, source_kv, source_lens, cache)
+        return self.final_norm(hidden)  # type: ignore[no-any-return]
 
 
 class Transformer(nn.Module):
@@ -230,7 +224,9 @@ class Transformer(nn.Module):
         """
         if self.decoder is None:
             raise ValueError(f"architecture={self.config.architecture!r} has no decoder")
-        return self.decoder.step(token_ids, past_lens, self_kv, cross_kv, source_lens)
+        caches = [SelfCache(keys, values, past_lens) for keys, values in self_kv]
+        hidden = self.decoder(token_ids, cross_kv, source_lens, caches)
+        return hidden, tuple((cache.keys, cache.values) for cache in caches)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [..., V] of hidden [..., M]; a tied projection is the embedding (section 3.4).
