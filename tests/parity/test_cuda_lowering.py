@@ -14,7 +14,7 @@ from antiphon.architecture.config import ModelConfig
 from antiphon.bundle.manifest import GraphSet, Precision, load_bundle
 from antiphon.checkpoints.checkpoint import Checkpoint
 from antiphon.errors import ExportError, LoweringError, VerificationError
-from antiphon.export import export, trace
+from antiphon.export import cuda_lowering, export, trace
 from antiphon.export.cuda_lowering import MAX_VOCABULARY, check_config
 from antiphon.export.export import CUDA_PRECISIONS, export_bundle, write_graphs
 from antiphon.export.ports import (
@@ -200,6 +200,16 @@ def test_bundle_with_native_and_cuda_graphs_is_written_and_loaded(checkpoint: Ch
     # Half as many bytes, in which tied weights are stored once.
     sizes = {kind: bundle.file(f"weights.cuda.{kind}.bin").stat().st_size for kind in ("float32", "bfloat16")}
     assert sizes["bfloat16"] < 0.55 * sizes["float32"] < 0.6 * 4 * checkpoint.model.num_parameters
+
+
+def test_weights_that_the_lowering_does_not_read_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test simulates an operator with an input that it got after the lowering was written."""
+    model = random_transformer(config_of("paper"), seed=1)
+    traced = trace.trace_encoder(model)
+    names = ["gate" if name == "inner_bias" else name for name in cuda_lowering._INPUT_NAMES["FeedForwardSublayer"]]
+    monkeypatch.setitem(cuda_lowering._INPUT_NAMES, "FeedForwardSublayer", names)
+    with pytest.raises(LoweringError, match="has no kernel for gate of the node FeedForwardSublayer"):
+        cuda_lowering.lower_for_cuda(traced, model.config, "encoder", "bfloat16")
 
 
 def test_export_refuses_cuda_graphs_that_disagree_with_the_model(

@@ -104,16 +104,24 @@ class _Call:
         self.node = node
         inputs = [None if value is None else folded.get(value, value) for value in node.inputs]
         self._inputs = dict(zip(_INPUT_NAMES[node.op_type], inputs, strict=False))
+        self._unread = {name for name, value in self._inputs.items() if constant_array(value) is not None}
 
     def optional(self, name: str) -> ir.Value | None:
         """Return an input, or None where it is absent."""
+        self._unread.discard(name)
         return self._inputs.get(name)
 
     def operand(self, name: str) -> ir.Value:
         """Return an input that the node must have."""
-        value = self._inputs[name]
+        value = self.optional(name)
         assert value is not None, f"{self.node.op_type} has no {name}"
         return value
+
+    def check_read(self) -> None:
+        """Raise LoweringError if the node has weights that nobody asked for: the graph for a GPU would lack them."""
+        if self._unread:
+            names = ", ".join(sorted(self._unread))
+            raise LoweringError(f"lowering='cuda' has no kernel for {names} of the node {self.node.op_type}")
 
     def attributes(self, *names: str) -> dict[str, Any]:
         """Return attributes by name."""
@@ -133,7 +141,7 @@ class _Rewriting:
         self._types = next((node.outputs[0] for node in traced if node.op_type == "Gather"), None)
         self._handlers: Mapping[str, Callable[[_Call], Sequence[State]]] = {
             "Embed": self._embed,
-            "Gather": lambda _: (),
+            "Gather": self._gather,
             "Slice": self._slice,
             "Add": self._add_types,
             "Linear": self._linear,
@@ -151,7 +159,9 @@ class _Rewriting:
         handler = self._handlers.get(node.op_type)
         if handler is None:
             raise LoweringError(f"lowering='cuda' has no kernel for the node {node.op_type} {node.name}")
-        self._states.update(zip(node.outputs, handler(_Call(node, self._folded)), strict=False))
+        call = _Call(node, self._folded)
+        self._states.update(zip(node.outputs, handler(call), strict=False))
+        call.check_read()
 
     def outputs(self) -> dict[str, ir.Value]:
         """Return the computed outputs by name."""
@@ -179,6 +189,11 @@ class _Rewriting:
             table = self.graph.weight(_Call(gather, self._folded).operand("table"))
             named |= {"types": self.graph.inputs["types"], "type_table": table}
         return [State(self.graph.add(nodes.EMBED, named, **call.attributes("scale"))[0])]
+
+    def _gather(self, call: _Call) -> Sequence[State]:
+        """Return nothing: CudaEmbed reads the table of token types."""
+        call.operand("table")
+        return ()
 
     def _slice(self, call: _Call) -> Sequence[State]:
         """Keep a part of a table: that of positions, without the rows before the first token."""
