@@ -286,9 +286,8 @@ def test_paged_self_attention_equals_eager(
     turned = given_tensor(qkv)
     if is_rotated:
         turned = rotary(turned, given_tensor(positions), given_tensor(rotation["rotary_table"]), num_heads=heads)
-    expected, cache = paged_self_attention(
-        turned, given_tensor(before), *map(tensor, given_rows.values()), **attributes
-    )
+    rest: list[Any] = [tensor(array) for array in given_rows.values()]
+    expected, cache = paged_self_attention(turned, given_tensor(before), *rest, **attributes)
     if is_rotated:  # a sum of two products may round differently
         tolerance = 2e-3 if dtype == "float16" else CLOSE["atol"]
         np.testing.assert_allclose(found, expected.numpy(), rtol=tolerance, atol=tolerance)

@@ -424,7 +424,7 @@ def test_valid_calls_succeed_before_they_are_changed(op_type: str) -> None:
     [*(name for name in SUBLAYERS if name.startswith("P")), "DisentangledAttention", "PagedWrite", "Sample"],
 )
 def test_calls_without_rows_give_empty_outputs(op_type: str) -> None:
-    kept = ("cache", "bias_table", "slopes", "rotary_table", "edit_ids", "edit_values")
+    kept: tuple[str, ...] = ("cache", "bias_table", "slopes", "rotary_table", "edit_ids", "edit_values")
     arrays, _ = CALLS[op_type]()
     kept += tuple(name for name in arrays if name.startswith("position_") or name.endswith(("weight", "_bias")))
     empty = {name: array[:0] for name, array in arrays.items() if array is not None and name not in kept}

@@ -15,6 +15,7 @@ from antiphon.architecture.config import ModelConfig, preset
 from antiphon.bundle.manifest import Bundle, Manifest, load_bundle
 from antiphon.errors import UncoveredModelError
 from antiphon.export.export import write_graphs
+from antiphon.lab.costs import allocated_peak
 from antiphon.lab.memory import measurement
 from antiphon.lab.memory.arithmetic import LOSS_ROWS, native, native_weights, padding, training, translation
 from antiphon.lab.memory.terms import (
@@ -99,7 +100,7 @@ def test_allocated_peak_counts_what_lives_at_once() -> None:
         del first
         torch.cat((second, second))
 
-    assert measurement.allocated_peak(run) == 12_000
+    assert allocated_peak(run) == 12_000
 
 
 @pytest.mark.parametrize("positions", ["sinusoidal", "rope"])
