@@ -1,6 +1,6 @@
 """Quantisation of weights [O, K] float32 to int8 and int4. Torch-free.
 
-int8: one scale for each output, symmetric.
+int8: integers of -127 to 127, with a scale for each output.
 int4: integers of -8 to 7, with a scale for each group of 32 inputs of an output. The scale maps the group's largest
 weight to -8, or slightly beyond the range: the factor in _FACTORS with the smallest squared error decides. Over the
 products of the English-German model that comes with Antiphon, the root mean square of the error is 7.8 % of that of the

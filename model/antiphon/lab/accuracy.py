@@ -35,7 +35,7 @@ def examples_of(tokenizer: Tokenizer, pairs: Sequence[Pair]) -> list[Example]:
 
 
 GreedyDecoder = Callable[[Sequence[Sequence[int]], int], list[list[int]]]
-"""Returns the target ids, without end token and at most so many, of each source with its end token."""
+"""Maps sources with end token, and a limit of target tokens, to target ids without end token."""
 ExactMatches = dict[int, list[bool]]
 """For each number of target tokens without end token, ascending: of each example, True if its output is correct."""
 

@@ -184,7 +184,7 @@ LOSSES: Mapping[str, Callable[[int], nn.Module]] = {
     "Transformer, sdpa": partial(transformer_loss, "sdpa"),
     "LSTM": recurrent_loss,
 }
-"""Losses of whole models by length, for texts of at most so many tokens."""
+"""Losses of whole models by the greatest length of a text, in tokens."""
 
 
 def random_batch(length: int) -> Batch:

@@ -203,7 +203,7 @@ def sampling_stages(
     scores [V]: values after the logits processors, up to a constant; -inf for a forbidden token. Where no processor
         changed a token, they are equal to logprobs.
     warp: parameters of the other stages; temperature 0 keeps only the likeliest token, of equal ones the lowest id.
-    forced_id: the only token left after the processors stage, whatever its score.
+    forced_id: the only token that stays after the processors stage, for any score.
     """
     current = logprobs.astype(np.float64)
     stages = [StageDistribution(Stage.MODEL, current)]
