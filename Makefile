@@ -28,8 +28,9 @@ SERVICE_TESTS := $(addprefix tests/unit/,calls observability protocols security 
 JOBS ?= 2
 
 PROTOS := $(shell find protos -name '*.proto')
-NATIVE := $(wildcard model/antiphon/ops/native/* model/antiphon/ops/cuda/native/*) model/antiphon/ops/operator.py \
-	$(addprefix model/antiphon/ops/cuda/,__init__.py nodes.py node_header.py)
+# A header of the library is written from the declarations of the nodes for GPUs.
+NATIVE := $(wildcard $(addprefix model/antiphon/ops/,native/*.* native/onnxruntime/*.h cuda/native/*)) \
+	$(addprefix model/antiphon/ops/,operator.py shared_inputs.py cuda/__init__.py cuda/nodes.py cuda/node_header.py)
 ENGINE := $(shell find service/antiphon/engine -name '*.py')
 
 # Tests of training data run if the data is beside the checkout, and are skipped otherwise.
