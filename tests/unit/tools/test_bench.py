@@ -109,14 +109,15 @@ def test_table_aligns_columns_and_omits_absent_values() -> None:
     assert lines[0].index("unit") == lines[1].index("tokens/s") == lines[2].rindex("s")
 
 
-def test_json_contains_machine_commit_and_every_finding() -> None:
+def test_json_contains_machine_commit_command_and_every_finding() -> None:
     findings = [
         Finding(name="startup", case="until ready", rows=64, antiphon=0.75, unit="s"),
         BESIDE_CTRANSLATE2.finding([(200.0, 100.0)], "tokens/s"),
     ]
-    described = json.loads(to_json(findings, threads=3))
-    assert described.keys() == {"machine", "commit", "sections"}
+    described = json.loads(to_json(findings, 3, "antiphon bench --section startup"))
+    assert described.keys() == {"date", "machine", "commit", "command", "sections"}
     assert "3 threads" in described["machine"]
+    assert described["command"] == "antiphon bench --section startup"
     alone, compared = described["sections"]
     wanted = {"name", "rows", "antiphon", "ctranslate2", "ratio", "unit"}
     assert wanted <= alone.keys() == compared.keys()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import math
+import shlex
 import sys
 import tempfile
 from collections.abc import Callable
@@ -152,7 +153,8 @@ def _measure(args: argparse.Namespace, setup: Setup) -> None:
     if findings:
         print(f"{machine(args.threads)}\n{table(findings)}")
     if args.json is not None:
-        _write("--json", args.json, to_json(findings, args.threads))
+        command = shlex.join(("antiphon", *sys.argv[1:]))
+        _write("--json", args.json, to_json(findings, args.threads, command))
     if args.plot is not None:
         draw = plot_decode if "decode" in names else plot_growth
         draw(args.plot, findings, machine(args.threads))

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from antiphon.bundle.machine import processor_name
+from antiphon.tools.bench.kernel_runs import active_kernels
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -112,14 +113,15 @@ def share_equal(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) 
     return sum(list(a) == list(b) for a, b in zip(ours, theirs, strict=True)) / len(ours)
 
 
-_HEADING = ("section", "case", "rows", "antiphon", "other", "ratio", "unit", "equal", "against")
+HEADING = ("section", "case", "rows", "antiphon", "other", "ratio", "unit", "equal", "against")
+"""Headings of the columns of `cells`."""
 _RIGHT = (2, 3, 4, 5, 7)
 
 
 def table(findings: Sequence[Finding]) -> str:
     """Return the findings as a table with a heading and aligned columns, one finding per line."""
-    lines = [_HEADING, *(_cells(finding) for finding in findings)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(_HEADING))]
+    lines = [HEADING, *(cells(finding) for finding in findings)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(HEADING))]
     return "\n".join(
         "  ".join(
             cell.rjust(width) if column in _RIGHT else cell.ljust(width)
@@ -129,20 +131,22 @@ def table(findings: Sequence[Finding]) -> str:
     )
 
 
-def to_json(findings: Sequence[Finding], threads: int) -> str:
-    """Return a JSON object {machine, commit, sections}; commit is null outside a git checkout."""
+def to_json(findings: Sequence[Finding], threads: int, command: str) -> str:
+    """Return a JSON object {date, machine, commit, command, sections}; commit is null outside a git checkout."""
     described = {
+        "date": time.strftime("%Y-%m-%d"),
         "machine": machine(threads),
         "commit": _commit(),
+        "command": command,
         "sections": [asdict(finding) for finding in findings],
     }
     return json.dumps(described, indent=2) + "\n"
 
 
 def machine(threads: int) -> str:
-    """Describe the machine in one line: processor, cores, threads in use, and versions of both runtimes."""
+    """Describe the machine in one line: processor, cores, threads in use, instruction set, versions of the runtimes."""
     runtimes = ", ".join(f"{name} {_version(name)}" for name in ("onnxruntime", "ctranslate2") if _version(name))
-    return f"{processor_name()}, {os.cpu_count()} cores, {threads} threads, {runtimes}"
+    return f"{processor_name()}, {os.cpu_count()} cores, {threads} threads, {active_kernels()}, {runtimes}"
 
 
 def _version(package: str) -> str | None:
@@ -160,7 +164,8 @@ def _commit() -> str | None:
         return None
 
 
-def _cells(finding: Finding) -> tuple[str, ...]:
+def cells(finding: Finding) -> tuple[str, ...]:
+    """Return the finding as text, a cell for each column."""
     other = finding.baseline if finding.ctranslate2 is None else finding.ctranslate2
     return (
         finding.name,
