@@ -2,7 +2,7 @@
 
 These parts are derived from an `Operator`: its PyTorch registration and fake, and its ONNX schema, both here; its
 translation at export (`export/trace.py`), the packing of its weight (`export/weights.py`) and its
-entry in docs/OPERATORS.md (`operators/__main__.py`). The C++ kernels in `native/` register themselves; a test compares
+documentation (`python -m antiphon.ops.operators` prints it). The C++ kernels in `native/` register themselves; a test compares
 them with the declarations. Declarations need neither PyTorch nor ONNX: the functions import them that need them.
 """
 

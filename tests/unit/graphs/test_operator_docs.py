@@ -1,23 +1,21 @@
-"""docs/OPERATORS.md and the native library agree with the declarations of the operators."""
+"""The printed documentation and the native library agree with the declarations of the operators."""
 
 from __future__ import annotations
 
 import ctypes
 from dataclasses import fields
-from pathlib import Path
 
 import pytest
 import torch
 
 from antiphon.ops.operator import Attribute, Input, Kind, Node, Operator, Output, register, torch_operator, torch_schema
 from antiphon.ops.operators import OPERATORS
-from antiphon.ops.operators.__main__ import MARKER, document
+from antiphon.ops.operators.__main__ import document
 from antiphon.ops.operators.sample import PARAMS
 from antiphon.ops.sampling import Samples, SamplingArrays
 from antiphon.ops.shared_inputs import SAMPLES
 from antiphon.ops.workspace import LIBRARY
 
-DOCS = Path(__file__).parents[3] / "docs" / "OPERATORS.md"
 # ONNXTensorElementDataType; a cache is of any type, which the kernel checks.
 ELEMENTS: dict[Kind, int] = {"cache": 0, "float": 1, "int8": 3, "int32": 6, "int64": 7, "float16": 10}
 
@@ -28,11 +26,12 @@ def signature(node: Node) -> str:
     return " ".join([node.name, *inputs, "->", *(str(ELEMENTS[output.kind]) for output in node.outputs)])
 
 
-def test_documented_operators_equal_the_declared_ones() -> None:
-    _, marker, generated = DOCS.read_text(encoding="utf-8").partition(MARKER)
-    assert marker
-    command = "python -m antiphon.ops.operators docs/OPERATORS.md"
-    assert generated == "\n" + document(OPERATORS), f"run {command}"
+def test_documentation_names_every_input_attribute_and_output() -> None:
+    for operator in OPERATORS:
+        section = document([operator])
+        assert f"\n## {operator.node_name}\n" in section
+        for named in (*operator.inputs, *operator.attributes, *operator.outputs):
+            assert f"`{named.name}`" in section
 
 
 def test_kernels_of_the_native_library_equal_the_declared_ones() -> None:

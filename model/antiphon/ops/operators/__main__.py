@@ -1,33 +1,34 @@
-"""Documentation of the operators, written from their declarations.
-
-    python -m antiphon.ops.operators docs/OPERATORS.md
-
-rewrites the part of that file that follows MARKER. A test compares the file with the declarations.
-"""
+"""Documentation of the operators, printed from their declarations: `python -m antiphon.ops.operators`."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from antiphon.ops.operator import NODE_PREFIXES, Input, Operator, Output
 from antiphon.ops.operators import OPERATORS
 
-MARKER = "<!-- Everything below is written by model/antiphon/ops/operators/__main__.py. -->\n"
+_INTRODUCTION = """\
+# Operators
+
+Operators of the domain `antiphon`, of which exported graphs consist. Each has a reference in PyTorch, and kernels in C++
+(`model/antiphon/ops/native`).
+
+Types: `float` is float32 in the kernels; `cache` is float32 or float16, as the bundle stores keys and values.
+
+Axes: N tokens of a step or of a batch, packed one behind another without padding; B sources or sequences; R rows of a
+decoder step; X, Y widths of block tables; H heads; D head width, Dp is D rounded up to 16; L layers; M model width;
+V vocabulary; F feed-forward width; K inputs and O outputs of a product, Kp is K rounded up to 64 and Op is O rounded
+up to 16 (for the weight of `Embed`, O is V and K is M); P positions, or rows of a table of positions. In `Sample`, K
+counts samples, F and I float and integer parameters, E edits and k candidates.
+
+An optional input that is left out is an empty name in ONNX and None in PyTorch. Every attribute is required.
+
+"""
 
 
 def document(operators: Sequence[Operator]) -> str:
-    """Return one section for each operator."""
-    return "\n".join("\n".join(_section(operator)) + "\n" for operator in operators)
-
-
-def rewrite(path: Path) -> None:
-    """Replace the text after MARKER in the file."""
-    written, marker, _ = path.read_text(encoding="utf-8").partition(MARKER)
-    if not marker:
-        raise ValueError(f"{path} has no line {MARKER.strip()!r}")
-    path.write_text(f"{written}{marker}\n{document(OPERATORS)}", encoding="utf-8")
+    """Return the introduction, and one section for each operator."""
+    return _INTRODUCTION + "\n".join("\n".join(_section(operator)) + "\n" for operator in operators)
 
 
 def _section(operator: Operator) -> Iterator[str]:
@@ -79,4 +80,4 @@ def _packed(operator: Operator, precision: str) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    rewrite(Path(sys.argv[1]))
+    print(document(OPERATORS), end="")

@@ -3,7 +3,7 @@
     python -m antiphon.tools.bench.gpu --folder FOLDER [--shape bart-large] [--budget-s 1500]
 
 A part starts only while there is time left. Needs a card, compiled kernels, onnxruntime-gpu and torch; exits with 2 and
-the reason where one is missing. Figures of a card are in docs/GPU.md.
+the reason where one is missing. Figures of a card are in docs/BENCHMARKS.md.
 """
 
 from __future__ import annotations
