@@ -100,7 +100,7 @@ def _chosen(names: list[str]) -> list[Experiment]:
 
 
 def _run(experiment: Experiment, setting: Setting, jobs: int) -> None:
-    """Run one experiment and print its page."""
+    """Run one experiment and print its section of the report."""
     results = run_trials(experiment, setting, jobs)
     if experiment.alone is not None:
         runs = setting.folders(experiment.name).runs
@@ -110,4 +110,4 @@ def _run(experiment: Experiment, setting: Setting, jobs: int) -> None:
         results = replace(results, alone=experiment.alone(setting, trained))
     scale = "toy" if setting.is_toy else f"{setting.scale:g}"
     command = f"antiphon lab {experiment.name} --data DATA --scale {scale} --seeds {len(setting.seeds)}"
-    print(write_report(experiment, results, setting, command).read_text(encoding="utf-8"))
+    print(write_report(experiment, results, setting, command))

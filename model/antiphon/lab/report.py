@@ -1,8 +1,9 @@
-"""Report of an experiment: one JSON, a table in Markdown with the claims, and a picture of bars or curves."""
+"""Report of an experiment: one JSON, a section of RESULTS.md with tables and claims, and a picture of bars or curves."""
 
 from __future__ import annotations
 
 import json
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -15,10 +16,9 @@ from antiphon.lab.trial import machine
 _VERDICTS = {True: "holds", False: "**contradicted**", None: "not decided"}
 
 
-def write_report(experiment: Experiment, results: Results, setting: Setting, command: str) -> Path:
-    """Write NAME.json, NAME.md and NAME.png to the output folder; return the path of the Markdown file."""
+def write_report(experiment: Experiment, results: Results, setting: Setting, command: str) -> str:
+    """Write NAME.json, NAME.png and the experiment's section of RESULTS.md to the output folder; return the section."""
     claims = list(experiment.claims(results))
-    path = setting.output / f"{experiment.name}.md"
     described = {
         "experiment": experiment.name,
         "question": experiment.question,
@@ -29,16 +29,30 @@ def write_report(experiment: Experiment, results: Results, setting: Setting, com
         "alone": results.alone,
         "claims": [asdict(claim) for claim in claims],
     }
-    path.with_suffix(".json").write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")
+    path = setting.output / f"{experiment.name}.json"
+    path.write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")
     experiment.draw(results, path.with_suffix(".png"))
-    path.write_text("\n".join(_page(experiment, results, claims, command)) + "\n", encoding="utf-8")
-    return path
+    section = "\n".join(_section(experiment, results, claims, command)) + "\n"
+    page = setting.output / "RESULTS.md"
+    former = page.read_text(encoding="utf-8") if page.exists() else "# Results of the laboratory\n"
+    page.write_text(_with_section(former, section), encoding="utf-8")
+    return section
 
 
-def _page(experiment: Experiment, results: Results, claims: Sequence[Claim], command: str) -> list[str]:
+def _with_section(page: str, section: str) -> str:
+    """Return the page with this section in place of the one with the same heading, or at its end."""
+    heading = section.partition("\n")[0]
+    parts = [part.strip("\n") for part in re.split(r"^(?=## )", page, flags=re.M)]
+    places = [index for index, part in enumerate(parts) if part.partition("\n")[0] == heading]
+    place = places[0] if places else len(parts)
+    parts[place : place + 1] = [section.strip("\n")]
+    return "\n\n".join(parts) + "\n"
+
+
+def _section(experiment: Experiment, results: Results, claims: Sequence[Claim], command: str) -> list[str]:
     first = next(iter(results.trials.values()), ())
     return [
-        f"# {experiment.name}",
+        f"## {experiment.name}",
         "",
         experiment.question,
         "",

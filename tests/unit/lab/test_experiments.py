@@ -18,7 +18,7 @@ def test_experiment_runs_at_toy_size(name: str, tmp_path: Path, capsys: pytest.C
     assert main(["lab", name, "--scale", "toy", "--seeds", "1", "--jobs", "1", "--output", str(tmp_path)]) == 0
     page = capsys.readouterr().out
     assert experiment.question in page
-    assert page.startswith((tmp_path / f"{name}.md").read_text())
+    assert page.startswith((tmp_path / "RESULTS.md").read_text().partition("\n\n")[2])
     assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     found = json.loads((tmp_path / f"{name}.json").read_text())
     assert len(found["trials"]) == len(experiment.trials(toy_setting(tmp_path))) > 0

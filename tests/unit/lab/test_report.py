@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -74,7 +75,7 @@ def test_setting_that_diverged_is_worse_than_any_other_and_has_no_value_to_compa
 
 
 def test_report_prints_contradictions_as_such(tmp_path: Path) -> None:
-    page = write_report(EXPERIMENT, RESULTS, toy_setting(tmp_path), "antiphon lab example").read_text()
+    page = write_report(EXPERIMENT, RESULTS, toy_setting(tmp_path), "antiphon lab example")
     assert "| nobody | bad is best | no | **contradicted** |" in page
     assert "not decided" in page
     found = json.loads((tmp_path / "example.json").read_text())
@@ -82,6 +83,16 @@ def test_report_prints_contradictions_as_such(tmp_path: Path) -> None:
     assert found["command"] == "antiphon lab example"
     assert {trial["machine"] for trial in found["trials"]} == {"machine 0", "machine 1"}
     assert "- seed 1, 3: machine 1\n- seed 2: machine 0\n" in page
+
+
+def test_report_replaces_its_own_section_of_the_page(tmp_path: Path) -> None:
+    other = replace(EXPERIMENT, name="other")
+    for experiment in (EXPERIMENT, other):
+        write_report(experiment, RESULTS, toy_setting(tmp_path), "first command")
+    section = write_report(EXPERIMENT, RESULTS, toy_setting(tmp_path), "second command")
+    page = (tmp_path / "RESULTS.md").read_text()
+    assert page.startswith(f"# Results of the laboratory\n\n{section}\n## other\n")
+    assert (page.count("first command"), page.count("second command")) == (1, 1)
 
 
 def test_figure_of_one_seed_has_no_deviation_and_of_none_no_value() -> None:
