@@ -1,8 +1,9 @@
-"""Documents compared with the code: links, headings, paths, commands and their options exist."""
+"""Documents compared with the code: links, headings, paths, commands, options, targets and modules exist."""
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -13,20 +14,29 @@ import pytest
 from antiphon.cli.main import SUBCOMMANDS, load
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("deploy/*.md")])
+FOLDERS = ("deploy", "docs", "model", "protos", "service", "tests")
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(path for folder in FOLDERS for path in ROOT.glob(f"{folder}/**/*.md"))])
 LINK = re.compile(r"\]\((?!https?://)([^)\s]+)\)")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
-INDENTED = re.compile(r"^    (?:\$ )?((?:\.venv/bin/)?antiphon (?:\\\n|.)*)$", re.M)
+INDENTED = re.compile(r"^    (?:\$ )?((?:[A-Z_]+=\S+ )*(?:\.venv/bin/)?antiphon (?:\\\n|.)*)$", re.M)
+CODE = re.compile(r"(?s:^```\w*\n.*?^```$)|^    .*$|`[^`\n]+`", re.M)
+TARGETS = re.compile(r"(?<![\w-])make((?: [a-z][a-z-]*)+)")
+MODULE = re.compile(r"python3? -m ([a-zA-Z_][\w.]*)")
 COMMAND = re.compile(r"^\s*(?:[A-Z_]+=\S* )*(?:\S*/)?antiphon (?P<subcommand>[a-z][a-z-]*)(?P<rest>.*)$")
 END = re.compile(r"\s#|\s[|;&]")
 OPTION = re.compile(r"(?<=\s)--[a-z][a-z0-9-]*")
 PATH = re.compile(r"`((?:deploy|model|protos|service|tests)/[\w./-]+)`")
 # Paths of the reader's files, and of former files, because DECISIONS.md and CHANGELOG.md describe the past.
 EXAMPLES = {"model/antiphon/checkpoints/families/NAME.py", "model/antiphon/ops/operators/NAME.py"}
-HISTORY = ("CHANGELOG.md", "DECISIONS.md")
+HISTORY = ("CHANGELOG.md", "DECISIONS.md", "decisions")
+PRESENT = [document for document in DOCUMENTS if not set(HISTORY) & set(document.relative_to(ROOT).parts)]
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def _name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=_name)
 def test_links_of_documents_have_targets(document: Path) -> None:
     lost = [link for link in LINK.findall(_prose(document.read_text(encoding="utf-8"))) if not _leads(document, link)]
     assert not lost
@@ -49,17 +59,32 @@ def _anchors(document: Path) -> frozenset[str]:
     return frozenset(re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings)
 
 
-@pytest.mark.parametrize("document", [one for one in DOCUMENTS if one.name not in HISTORY], ids=lambda path: path.name)
+@pytest.mark.parametrize("document", PRESENT, ids=_name)
 def test_paths_of_documents_exist(document: Path) -> None:
     paths = set(PATH.findall(document.read_text(encoding="utf-8"))) - EXAMPLES
     assert not sorted(path for path in paths if not (ROOT / path).exists())
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=_name)
 def test_commands_in_documents_exist_with_their_options(document: Path) -> None:
     for subcommand, options in _commands(document.read_text(encoding="utf-8")):
         assert subcommand in SUBCOMMANDS
         assert options <= _options(subcommand), subcommand
+
+
+@pytest.mark.parametrize("document", PRESENT, ids=_name)
+def test_targets_and_modules_of_documents_exist(document: Path) -> None:
+    code = "\n".join(CODE.findall(document.read_text(encoding="utf-8")))
+    assert {target for targets in TARGETS.findall(code) for target in targets.split()} <= _targets()
+    modules = set(MODULE.findall(code))
+    assert not sorted(module for module in modules if importlib.util.find_spec(module) is None)
+
+
+@cache
+def _targets() -> frozenset[str]:
+    """Return the targets of the Makefile that are commands."""
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    return frozenset(re.findall(r"^([a-z][a-z-]*):(?!=)", makefile, re.M))
 
 
 def test_commands_are_found() -> None:

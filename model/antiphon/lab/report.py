@@ -1,4 +1,4 @@
-"""Report of an experiment: one JSON, a section of RESULTS.md with tables and claims, and a picture of bars or curves."""
+"""Report of an experiment: a JSON, a section of RESULTS.md with tables and claims, a picture of bars or curves."""
 
 from __future__ import annotations
 

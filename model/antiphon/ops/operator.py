@@ -1,9 +1,9 @@
 """Declaration of an operator: the one place that lists its inputs, attributes and outputs.
 
 These parts are derived from an `Operator`: its PyTorch registration and fake, and its ONNX schema, both here; its
-translation at export (`export/trace.py`), the packing of its weight (`export/weights.py`) and its
-documentation (`python -m antiphon.ops.operators` prints it). The C++ kernels in `native/` register themselves; a test compares
-them with the declarations. Declarations need neither PyTorch nor ONNX: the functions import them that need them.
+translation at export (`export/trace.py`), the packing of its weight (`export/weights.py`) and its documentation
+(`python -m antiphon.ops.operators` prints it). The C++ kernels in `native/` register themselves; a test compares them
+with the declarations. Declarations need neither PyTorch nor ONNX: the functions import them that need them.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ from antiphon.ops.operators import OPERATORS
 _INTRODUCTION = """\
 # Operators
 
-Operators of the domain `antiphon`, of which exported graphs consist. Each has a reference in PyTorch, and kernels in C++
-(`model/antiphon/ops/native`).
+Operators of the domain `antiphon`, of which exported graphs consist. Each has a reference in PyTorch and kernels in
+C++ (`model/antiphon/ops/native`).
 
 Types: `float` is float32 in the kernels; `cache` is float32 or float16, as the bundle stores keys and values.
 
