@@ -26,9 +26,10 @@ COMMAND = re.compile(r"^\s*(?:[A-Z_]+=\S* )*(?:\S*/)?antiphon (?P<subcommand>[a-
 END = re.compile(r"\s#|\s[|;&]")
 OPTION = re.compile(r"(?<=\s)--[a-z][a-z0-9-]*")
 PATH = re.compile(r"`((?:deploy|model|protos|service|tests)/[\w./-]+)`")
-# Paths of the reader's files, and of former files, because DECISIONS.md and CHANGELOG.md describe the past.
+# Paths of the reader's files.
 EXAMPLES = {"model/antiphon/checkpoints/families/NAME.py", "model/antiphon/ops/operators/NAME.py"}
-HISTORY = ("CHANGELOG.md", "DECISIONS.md", "decisions")
+# They describe the past: they may name former files.
+HISTORY = ("CHANGELOG.md", "decisions")
 PRESENT = [document for document in DOCUMENTS if not set(HISTORY) & set(document.relative_to(ROOT).parts)]
 
 

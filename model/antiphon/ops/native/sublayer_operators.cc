@@ -2,7 +2,8 @@
 //
 // Every row goes through the kernels of the separate operators in their order, so the results are theirs, bit for bit.
 // Products divide their work among the threads as separate operators do. Tiles of rows that one thread would take
-// through the whole sublayer were slower: their weights do not stay in the second-level cache (docs/DECISIONS.md).
+// through the whole sublayer were slower: their weights do not stay in the second-level cache. The figures are in
+// docs/decisions/kernels.md.
 #include "operators.h"
 #include "packed_heads.h"
 #include "paged_rows.h"
