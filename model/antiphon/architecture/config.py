@@ -84,7 +84,7 @@ class Llama3Scaling(BaseModel):
 
 
 class ModuleHeads(BaseModel):
-    """Number of heads of each attention module, by layer, for models whose modules differ: see docs/PRUNING.md."""
+    """Number of heads of each attention module, by layer, for models whose modules differ: see docs/EXPLAIN.md."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
