@@ -1,6 +1,6 @@
 """Checkpoints of public bug reports about neighbouring projects: results of transformers, or a refusal by name.
 
-Each is a small random checkpoint that is edited as the report describes. docs/IMPORT.md has the verdicts.
+Each is a small random checkpoint that is edited as the report describes. docs/decisions/reports.md has the verdicts.
 """
 
 from __future__ import annotations
