@@ -66,7 +66,7 @@ def test_notice_lists_every_source_of_the_recipe(bundle: Bundle) -> None:
 def test_translations_in_the_documents_are_the_answers_of_the_bundle(bundle: Bundle) -> None:
     file, head = {
         "en-de": ("README.md", "| English | German |"),
-        "de-en": ("docs/TRAINING.md", "| German | English |"),
+        "de-en": ("model/antiphon/training/recipes/open-de-en.md", "| German | English |"),
     }[bundle.manifest.name]
     text = (ROOT / file).read_text(encoding="utf-8")
     table = text[text.index(head) :].split("\n\n")[0].splitlines()[2:]
