@@ -1,4 +1,4 @@
-"""docs/deploy.md: the folder that the guide describes, with the component of `antiphon size`, renders."""
+"""docs/DEPLOY.md: the folder that the guide describes, with the component of `antiphon size`, renders."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ import yaml
 from antiphon.cli.main import main
 from tests.deploy.manifests import DEPLOY, Manifest, kustomize, load, of_kind, pods, settings
 
-GUIDE = DEPLOY.parent / "docs" / "deploy.md"
+GUIDE = DEPLOY.parent / "docs" / "DEPLOY.md"
 BLOCK = re.compile(r"```yaml\n(.*?)```", re.S)
 
 
 def kustomization() -> dict[str, list[str]]:
     """Return the kustomization of the guide, with the components that its later steps add."""
-    first, *later = [yaml.safe_load(text) for text in BLOCK.findall(GUIDE.read_text(encoding="utf-8"))]
+    blocks = [yaml.safe_load(text) for text in BLOCK.findall(GUIDE.read_text(encoding="utf-8"))]
+    (first,) = [block for block in blocks if isinstance(block, dict) and block["kind"] == "Kustomization"]
+    first["components"] += [line for block in blocks if isinstance(block, list) for line in block]
     assert isinstance(first, dict)
-    first["components"] += [line for more in later for line in more]
     return first
 
 
@@ -50,6 +51,7 @@ def test_every_component_of_the_guide_takes_effect(objects: list[Manifest]) -> N
     assert container["resources"]["limits"]["cpu"] == "4"
     assert int(has["ANTIPHON_THREADS"]) * int(has["ANTIPHON_WORKERS"]) == 4
     assert has["ANTIPHON_BUNDLE"] == "/bundle"
+    assert has["ANTIPHON_LOG_LEVEL"] == "warning"
     assert has["ANTIPHON_TLS_CLIENT_CA"].startswith("/etc/antiphon/tls/")
     assert {mount["mountPath"] for mount in container["volumeMounts"]} >= {"/bundle", "/etc/antiphon/tls"}
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import re
 import tomllib
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import yaml
@@ -17,8 +14,6 @@ from tests.deploy.manifests import (
     RENDERINGS,
     Manifest,
     combine,
-    kustomize,
-    load,
     of_kind,
     pods,
     rendered,
@@ -258,21 +253,6 @@ def test_components_that_need_others_are_documented() -> None:
     for name, needed in PREREQUISITES.items():
         (row,) = [line for line in readme.splitlines() if line.startswith(f"| `components/{name}`")]
         assert all(other in row.rpartition(" | ")[2] for other in needed), row
-
-
-def test_example_deployment_of_the_readme_renders(tmp_path: Path) -> None:
-    """Render the example, with this checkout in place of `antiphon`."""
-    readme = (DEPLOY / "README.md").read_text(encoding="utf-8")
-    (example,) = [text for text in re.findall(r"```yaml\n(.*?)```", readme, re.S) if "kind: Kustomization" in text]
-    deploy = os.path.relpath(DEPLOY, tmp_path.resolve())
-    (tmp_path / "kustomization.yaml").write_text(example.replace("antiphon/deploy", deploy), encoding="utf-8")
-    objects = load(kustomize(tmp_path))
-    ((_, pod),) = pods(objects)
-    (container,) = pod["containers"]
-    assert container["image"] == "registry.example.org/team/antiphon:0.1.0"
-    assert settings(objects, container)["ANTIPHON_LOG_LEVEL"] == "warning"
-    (deployment,) = of_kind(objects, "Deployment")
-    assert deployment["spec"]["replicas"] == 6
 
 
 def test_network_policy_of_the_base_allows_no_egress() -> None:
