@@ -97,7 +97,7 @@ def test_runbook_has_the_same_sections_for_every_alert() -> None:
     named = {section.partition("\n")[0]: section for section in sections}
     assert set(named) == alert_names()
     for name, section in named.items():
-        parts = re.findall(r"^\*\*(.+?)\.\*\*", section, flags=re.M)
+        parts = re.findall(r"^- \*\*(.+?)\.\*\*", section, flags=re.M)
         assert parts == ["Meaning", "Check", "Causes", "Remedy", "Resolved"], name
 
 
