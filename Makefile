@@ -113,7 +113,7 @@ balancing: $(VENV)/.test-tools deploy-tools ## Test 2 and 3 replicas behind roun
 balancing-bench: $(VENV)/.test-tools deploy-tools ## Measure 1, 2 and 3 replicas behind each of them, on the same two cores.
 	@$(BIN)/python -m tests.deploy.balancing_bench $(ARGS)
 
-reliability: crowd faults fuzz overload endurance ## Run all tests of docs/reliability.md at full size: about two hours.
+reliability: crowd faults fuzz overload endurance ## Run all tests of docs/RELIABILITY.md at full size: about two hours.
 
 crowd: $(VENV)/.test-tools ## Test 1,000 concurrent streams, and 10,000 calls, a third of them cancelled.
 	@$(LONG)STREAMS=1000 $(LONG)CALLS=10000 $(LONG)AT_ONCE=512 \
@@ -154,7 +154,7 @@ stubs: $(VENV)/.installed ## Generate the protobuf stubs, and compile the native
 wheel: $(VENV)/.test-tools ## Build the sdist, and the wheel from it, in dist/.
 	@$(BIN)/python -m build --no-isolation --outdir dist
 
-image: ## Build the image antiphon:VERSION. TARGET=cuda or bundle; BASE=, BUNDLE=, IMAGE_ARGS=: docs/IMAGE.md.
+image: ## Build the image antiphon:VERSION. TARGET=cuda or bundle; BASE=, BUNDLE=, IMAGE_ARGS=: docs/DEPLOY.md.
 	@test -n "$(BUILDER)" || { echo "make image needs buildah, podman or docker" >&2; exit 1; }
 	$(BUILD.$(BUILDER)) --file deploy/Dockerfile --target $(TARGET) --tag $(IMAGE.$(TARGET)) \
 		$(if $(BASE),--build-arg BASE=$(BASE)) $(if $(BUNDLE),--build-context bundle-files=$(BUNDLE)) \

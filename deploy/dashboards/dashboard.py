@@ -40,7 +40,7 @@ def _dashboard() -> dashboard.Dashboard:
     page = (
         built.Dashboard("Antiphon")
         .uid("antiphon")
-        .description("Traffic, latency, queue, cache and memory of Antiphon servers. docs/DASHBOARD.md documents it.")
+        .description("Traffic, latency, queue, cache and memory of Antiphon servers. docs/PLAY.md documents it.")
         .tags(["antiphon", "inference"])
         .refresh("10s")
         .time("now-30m", "now")
@@ -48,7 +48,7 @@ def _dashboard() -> dashboard.Dashboard:
         .tooltip(dashboard.DashboardCursorSync.CROSSHAIR)
         .variables(_variables())
         .link(_link("Runbook", "RUNBOOK.md"))
-        .link(_link("This dashboard", "DASHBOARD.md"))
+        .link(_link("This dashboard", "PLAY.md"))
     )
     number = 0
     for title, panels in ROWS.items():

@@ -109,8 +109,8 @@ def _round_robin(replicas: Sequence[int]) -> Balancer:
 
 
 def _service_config() -> dict[str, Any]:
-    """Return the service config that docs/BALANCING.md gives for clients."""
-    (found,) = re.findall(r"```json\n(.*?)```", (ROOT / "docs" / "BALANCING.md").read_text(), re.DOTALL)
+    """Return the service config that docs/SCALING.md gives for clients."""
+    (found,) = re.findall(r"```json\n(.*?)```", (ROOT / "docs" / "SCALING.md").read_text(), re.DOTALL)
     config: dict[str, Any] = json.loads(found)
     assert config.keys() == {"loadBalancingConfig", "healthCheckConfig", "methodConfig"}
     return config

@@ -2,7 +2,7 @@
 
     python -m tests.deploy.balancing_bench
 
-Prints the table of docs/BALANCING.md. First every setting runs at one rate, in turns, so that a change of the machine
+Prints a table for docs/BENCHMARKS.md. First every setting runs at one rate, in turns, so that a change of the machine
 affects all; then follows the highest rate of each at which 99 % of the answers come within the objective. Open loop,
 latency from the scheduled time. Servers, balancer and client share this machine, so the table does not show what more
 replicas achieve on more machines.

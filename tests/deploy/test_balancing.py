@@ -1,4 +1,4 @@
-"""Replicas behind the client's round robin, Envoy and nginx, configured as in deploy/balancing/ and docs/BALANCING.md.
+"""Replicas behind the client's round robin, Envoy and nginx, configured as in deploy/balancing/ and docs/SCALING.md.
 
 Every answer is compared with those of each replica without a balancer. Servers and balancers are real; clients are
 plain.

@@ -21,7 +21,7 @@ from tests.deploy.manifests import (
 )
 from tests.deploy.tools import ROOT
 
-# Clients can read complete answers for 5 s after the grace (docs/LIFECYCLE.md), and then the process closes.
+# Clients can read complete answers for 5 s after the grace (docs/RELIABILITY.md), and then the process closes.
 CLOSING_S = 15
 DEPLOYMENTS = tuple(name for name in RENDERINGS if name != "kserve")
 

@@ -1,4 +1,4 @@
-"""Figures of a run: printed, and written to files from which docs/reliability.md quotes."""
+"""Figures of a run: printed, and written to files."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ NUM_CALLERS, CALLS_EACH = 24, 3
 MAX_TEXT_BYTES = 65_536
 PATIENCE_S = 120
 MIB = 1 << 20
-# At most 1,100 bytes for each byte of the text in progress, and messages in transit: docs/OVERLOAD.md.
+# At most 1,100 bytes for each byte of the text in progress, and messages in transit: docs/RELIABILITY.md.
 MOST_BYTES = 1100 * MAX_TEXT_BYTES + 2 * NUM_CALLERS * MIB
 # Growth after the clients have left: 4 to 15 MB were measured, and 900 to 1,900 MB before texts were bounded.
 MOST_KEPT_BYTES = 32 * MIB

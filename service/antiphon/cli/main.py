@@ -289,7 +289,7 @@ sizes are deterministic; times need an idle machine; see docs/MEMORY.md""",
   antiphon size BUNDLE --rate 100 --requests-per-s 250 --cores 4 --source-tokens 64 --target-tokens 64
   antiphon size --rate 100 --load-result load.json --kustomize deploy/components/cpu/kustomization.yaml
 
-memory comes from the bundle's profile (antiphon profile) and from measurements of the server; see docs/CAPACITY.md""",
+memory comes from the bundle's profile (antiphon profile) and from measurements of the server; see docs/MEMORY.md""",
     ),
     "simulate": Subcommand(
         module="antiphon.tools.capacity.simulate",
@@ -300,7 +300,7 @@ memory comes from the bundle's profile (antiphon profile) and from measurements 
   antiphon simulate --curve CURVE --scaled-object FILE --compare --plot day.png       with other thresholds, and CPU
   antiphon simulate --curve CURVE --replicas 1 --steady 40 --hours 1      one replica, to compare with antiphon load
 
-the speed of a replica is a measurement; see docs/CAPACITY.md""",
+the speed of a replica is a measurement; see docs/MEMORY.md""",
     ),
     "bench": Subcommand(
         module="antiphon.tools.bench.command",

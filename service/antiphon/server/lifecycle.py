@@ -1,6 +1,6 @@
 """Shutdown of a server, from the first signal to the last byte: signals, the drain and exit codes.
 
-docs/LIFECYCLE.md describes what clients see.
+docs/RELIABILITY.md describes what clients see.
 """
 
 from __future__ import annotations

@@ -14,8 +14,7 @@ from antiphon.server.models.loading import StartupError
 from antiphon.server.models.memory import need_of
 from antiphon.server.settings import ConfigError, ServerConfig
 
-# Bytes of weights that keep one core as busy as the Python of one worker keeps another. docs/WORKERS.md says how it was
-# measured.
+# Bytes of weights that keep one core as busy as the Python of one worker keeps another: docs/SCALING.md.
 BYTES_PER_CORE = 32 << 20
 _TOPOLOGY = Path("/sys/devices/system/cpu")
 

@@ -43,7 +43,7 @@ UNACCEPTED_CALL_BYTES = 16 * KIB
 # An id is an int of 28 bytes, with 8 bytes in its list; the received message holds it once more.
 SOURCE_TOKEN_BYTES = 40
 # Fragmentation of malloc, stacks of threads, a scrape, attention maps (20 MB): resident memory varied by 10 % in 58
-# minutes of mixed traffic (docs/reliability.md).
+# minutes of mixed traffic (docs/BENCHMARKS.md).
 HEADROOM = 0.1
 # The limit is the sum, rounded up to a multiple of this.
 STEP_BYTES = 16 * MIB

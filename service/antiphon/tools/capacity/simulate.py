@@ -1,6 +1,6 @@
 """`antiphon simulate`: the shipped autoscaler under the traffic of a day, with the resulting latencies and costs.
 
-Every request is simulated individually, on replicas with the measured speed. docs/CAPACITY.md describes the model.
+Every request is simulated individually, on replicas with the measured speed. docs/MEMORY.md describes the model.
 """
 
 from __future__ import annotations

@@ -151,7 +151,7 @@ def _columns(rows: list[Row]) -> list[str]:
 
 _COMPONENT = """\
 # Size of a replica, from measurements: cores, memory, cache blocks. Made by a command that prints its formulas
-# (docs/CAPACITY.md). Run it again instead of editing this file:
+# (docs/MEMORY.md). Run it again instead of editing this file:
 #   {command}
 apiVersion: kustomize.config.k8s.io/v1alpha1
 kind: Component
