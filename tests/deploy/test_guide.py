@@ -51,7 +51,7 @@ def test_every_component_of_the_guide_takes_effect(objects: list[Manifest]) -> N
     assert container["resources"]["limits"]["cpu"] == "4"
     assert int(has["ANTIPHON_THREADS"]) * int(has["ANTIPHON_WORKERS"]) == 4
     assert has["ANTIPHON_BUNDLE"] == "/bundle"
-    assert has["ANTIPHON_LOG_LEVEL"] == "warning"
+    assert has["ANTIPHON_MAX_QUEUE_TIME_S"] == "10"
     assert has["ANTIPHON_TLS_CLIENT_CA"].startswith("/etc/antiphon/tls/")
     assert {mount["mountPath"] for mount in container["volumeMounts"]} >= {"/bundle", "/etc/antiphon/tls"}
 
