@@ -14,15 +14,11 @@ import mmap
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from tests.parity.native_calls import CALLS, HIGHEST, LOWEST, Arrays, Call, Rng, pick
+from tests.operators import HIGHEST, LOWEST, NODES, Array, Arrays, Call, Rng, pick, random_call
 from tests.parity.native_nodes import run_node
-
-Array = NDArray[Any]
 
 _ODD = [np.nan, np.inf, -np.inf, 3e38, -3e38, 1e-45, -0.0]
 _EXTREMES = [-(2**63), LOWEST, -65536, -1, 0, 1, 15, 16, 17, 1000, 65536, HIGHEST, 2**63 - 1]
@@ -122,8 +118,8 @@ def refusal(op_type: str, call: Call, rng: Rng, library: Path) -> str | None:
 
 def run_one(op_type: str, index: int, seed: int, library: Path) -> str | None:
     """Make one call, valid if the index is divisible by 3. Return the error in its result, or None."""
-    rng = np.random.default_rng([seed, index, list(CALLS).index(op_type)])
-    call = CALLS[op_type](rng)
+    rng = np.random.default_rng([seed, index, list(NODES).index(op_type)])
+    call = random_call(op_type, rng)
     is_good = index % 3 == 0
     with np.errstate(over="ignore"):  # float16 turns numbers beyond its range into infinities
         if not is_good:
@@ -143,7 +139,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     for index in range(args.rounds):
-        for op_type in CALLS:
+        for op_type in NODES:
             # If a call ends the process, the last of these lines names it.
             print(f"seed {args.seed}: {op_type} {index}", flush=True)
             if wrong := run_one(op_type, index, args.seed, args.library):

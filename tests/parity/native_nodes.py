@@ -6,23 +6,20 @@ serves all shapes, and invalid shapes reach the operator's own checks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
 from antiphon.bundle.session import native_session
 from antiphon.export.bundle_model import run_native
 from antiphon.export.weights import pack_float
-from antiphon.ops.cache_geometry import BLOCK_SIZE, blocks_for, padded_width
 from antiphon.ops.operator import DOMAIN
 from antiphon.ops.operators import OPERATORS
-from antiphon.ops.operators.attention import write_position
 from antiphon.ops.workspace import LIBRARY
 
 Array = NDArray[Any]
@@ -99,42 +96,3 @@ def _session(
     opsets = [helper.make_opsetid("", 23), helper.make_opsetid(DOMAIN, 1)]
     model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
     return native_session(model.SerializeToString(), threads, library)
-
-
-def normal(*shape: int, seed: int = 0) -> NDArray[np.float32]:
-    return np.random.default_rng([*shape, seed]).standard_normal(shape, np.float32)
-
-
-def ramp(counts: Sequence[int]) -> NDArray[np.int32]:
-    return np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
-
-
-class Pool:
-    """Pool filled with NaN, block tables for sequences of these lengths, and the contents of their positions.
-
-    lens: number of positions by sequence. spare_heads: heads of the pool behind those of the layers. Tables have one
-    entry more than the longest sequence needs, and unused entries are out of range.
-    """
-
-    def __init__(
-        self, lens: Sequence[int], heads: int, width: int, dtype: str, *, layers: int = 2, spare_heads: int = 0
-    ) -> None:
-        random = np.random.default_rng(len(lens))
-        counts = [blocks_for(length) for length in lens]
-        order = random.permutation(sum(counts) + 2).astype(np.int32)
-        self.tables = np.full((len(lens), max(counts, default=0) + 1), -7, np.int32)
-        used = iter(order)
-        for row, count in zip(self.tables, counts, strict=True):
-            row[:count] = [next(used) for _ in range(count)]
-        shape = (len(order), layers, 2, heads + spare_heads, BLOCK_SIZE * padded_width(width))
-        self.cache = np.full(shape, np.nan, dtype)
-        self._heads, self._width = heads, width
-
-    def hold(self, layer: int, lens: Sequence[int], seed: int = 5) -> None:
-        """Write random keys and values at the first positions of every sequence."""
-        random = np.random.default_rng(seed)
-        for table, length in zip(self.tables.tolist(), lens, strict=True):
-            for position in range(length):
-                pair = random.standard_normal((2, self._heads, self._width), np.float32)
-                key, value = torch.from_numpy(pair)
-                write_position(torch.from_numpy(self.cache), layer, table, position, key, value)

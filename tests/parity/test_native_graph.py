@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from antiphon.architecture.config import ModelConfig
+from antiphon.export.bundle_model import reserve
 from antiphon.export.packed import PackedEncoder, PagedDecoder, PagedRows
-from antiphon.ops.cache_geometry import blocks_for, pool_axes
+from antiphon.ops.cache_geometry import pool_axes
 from antiphon.transformer.random_model import random_transformer
 from antiphon.transformer.transformer import Transformer
+from tests.operators import ints, ramp
 from tests.parity.conftest import VARIANTS
 from tests.parity.exports import small_config
 
@@ -43,32 +43,6 @@ CHUNKS = ((1, 4, 17, 2), (3, 1, 1, 1), (1, 1, 2, 14))
 TOLERANCE = 1e-5  # float32 sums in another order, over two layers
 
 
-def ints(values: Sequence[int]) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32)
-
-
-def ramp(lens: Sequence[int]) -> Tensor:
-    return ints([0, *torch.tensor(lens).cumsum(0).tolist()])
-
-
-class Pool:
-    """Pool filled with NaN, with tables of shuffled blocks; unused table entries are out of range."""
-
-    def __init__(self, config: ModelConfig, lens: Sequence[int], targets: int) -> None:
-        generator = torch.Generator().manual_seed(0)
-        wanted = [blocks_for(length) for length in lens] + [blocks_for(targets)] * len(lens)
-        order = iter(torch.randperm(sum(wanted) + 3, generator=generator).tolist())
-        tables = [[next(order) for _ in range(count)] for count in wanted]
-        self.cross_tables = self._padded(tables[: len(lens)])
-        self.self_tables = self._padded(tables[len(lens) :])
-        self.cache = torch.full((sum(wanted) + 3, *pool_axes(config)), float("nan"))
-
-    def _padded(self, tables: list[list[int]]) -> Tensor:
-        width = max(map(len, tables)) + 1
-        padded = [[*table, *[-(10**9)] * (width - len(table))] for table in tables]
-        return torch.tensor(padded, dtype=torch.int32)
-
-
 def expected_logits(model: Transformer, sources: list[Tensor], targets: list[Tensor]) -> list[Tensor]:
     with torch.no_grad():
         return [model(source[None], target[None])[0] for source, target in zip(sources, targets, strict=True)]
@@ -82,13 +56,13 @@ def test_packed_and_paged_modules_equal_the_transformer(name: str) -> None:
     sources = [torch.randint(4, config.vocab_size, (length,), generator=generator) for length in SOURCE_LENS]
     totals = [sum(counts) for counts in zip(*CHUNKS, strict=True)]
     targets = [torch.randint(4, config.vocab_size, (total,), generator=generator) for total in totals]
-    pool = Pool(config, SOURCE_LENS, max(totals))
+    pool = reserve(ints(*SOURCE_LENS), max(totals), pool_axes(config), np.dtype("float32"))
+    self_tables, cross_tables, cache = map(torch.from_numpy, (pool.self_tables, pool.cross_tables, pool.cache))
+    offsets, source_lens = torch.from_numpy(ramp(SOURCE_LENS)), torch.tensor(SOURCE_LENS, dtype=torch.int32)
     encoder, decoder = PackedEncoder(model).eval(), PagedDecoder(model).eval()
     positions = torch.cat([torch.arange(length, dtype=torch.int32) for length in SOURCE_LENS])
     with torch.no_grad():
-        written, memory, cache = encoder(
-            torch.cat(sources), positions, ramp(SOURCE_LENS), pool.cross_tables, pool.cache
-        )
+        written, memory, cache = encoder(torch.cat(sources), positions, offsets, cross_tables, cache)
         encoded = torch.cat([model.encode(source[None])[0] for source in sources])
     assert written.tolist() == [sum(SOURCE_LENS)]
     torch.testing.assert_close(memory, encoded, atol=TOLERANCE, rtol=TOLERANCE)
@@ -97,11 +71,11 @@ def test_packed_and_paged_modules_equal_the_transformer(name: str) -> None:
     for counts in CHUNKS:
         pieces = [range(start, start + count) for start, count in zip(held, counts, strict=True)]
         rows = PagedRows(
-            positions=ints([position for piece in pieces for position in piece]),
-            offsets=ramp(counts),
-            self_tables=pool.self_tables,
-            cross_tables=pool.cross_tables,
-            source_lens=ints(SOURCE_LENS),
+            positions=torch.tensor([position for piece in pieces for position in piece], dtype=torch.int32),
+            offsets=torch.from_numpy(ramp(counts)),
+            self_tables=self_tables,
+            cross_tables=cross_tables,
+            source_lens=source_lens,
             cache=cache,
         )
         ids = torch.cat([target[piece.start : piece.stop] for target, piece in zip(targets, pieces, strict=True)])

@@ -5,8 +5,6 @@ test_native_refusals.py runs these tests again with the kernels of every other p
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -15,21 +13,8 @@ from numpy.typing import NDArray
 
 from antiphon.export.quantize import GROUP, quantize_groups
 from antiphon.export.weights import pack_int4, pack_int8, unpack_int4
+from tests.operators import Floats, normal, packed_weight
 from tests.parity.native_nodes import run_node
-
-Floats = NDArray[np.float32]
-
-
-def normal(*shape: int, seed: int = 0) -> Floats:
-    return np.random.default_rng([seed, *shape]).standard_normal(shape, np.float32)
-
-
-def arrays_of(x: Floats, weight: Floats, bias: Floats | None = None) -> dict[str, NDArray[Any] | None]:
-    held = pack_int4(weight)
-    return {
-        "x": x, "weight": held.nibbles, "ratios": held.ratios, "scales": held.scales, "offsets": held.offsets,
-        "bias": bias,
-    }  # fmt: skip
 
 
 def expected_of(x: Floats, weight: Floats) -> NDArray[np.float64]:
@@ -41,41 +26,17 @@ def expected_of(x: Floats, weight: Floats) -> NDArray[np.float64]:
     return product
 
 
-def check(rows: int, inputs: int, outputs: int, *, positive: bool) -> None:
+@settings(max_examples=60)
+@given(st.integers(1, 70), st.integers(1, 150), st.integers(1, 100), st.booleans())
+def test_nibble_linear_equals_integer_arithmetic(rows: int, inputs: int, outputs: int, positive: bool) -> None:
     x = normal(rows, inputs) * np.geomspace(1e-3, 1e2, rows, dtype=np.float32)[:, None]
     x, weight = np.abs(x) if positive else x, normal(outputs, inputs, seed=1)
-    (found,) = run_node("NibbleLinear", arrays_of(x, weight), width=outputs, activation="none")
+    (found,) = run_node("NibbleLinear", {"x": x, **packed_weight(weight, "int4")}, width=outputs, activation="none")
     expected = expected_of(x, weight)
     # Groups are added in float32, and an activation between two levels can be rounded either way.
     size = np.abs(x).max(axis=1, keepdims=True) * inputs**0.5
     assert (np.abs(found - expected) <= 0.05 * size).all()
     assert (np.abs(found - expected) <= 1e-5 * size).mean() > 0.9
-
-
-@settings(max_examples=60)
-@given(st.integers(1, 70), st.integers(1, 150), st.integers(1, 100), st.booleans())
-def test_nibble_linear_equals_integer_arithmetic(rows: int, inputs: int, outputs: int, positive: bool) -> None:
-    check(rows, inputs, outputs, positive=positive)
-
-
-@pytest.mark.parametrize("rows", [1, 2, 16, 33, 200])
-def test_rows_are_bit_identical_alone_in_a_batch_and_on_two_threads(rows: int) -> None:
-    x, weight = normal(rows, 320), normal(1500, 320, seed=1)
-    arrays = arrays_of(x, weight)
-    attributes: dict[str, Any] = dict(width=1500, activation="relu")
-    (found,) = run_node("NibbleLinear", arrays, **attributes)
-    (parallel,) = run_node("NibbleLinear", arrays, threads=2, **attributes)
-    np.testing.assert_array_equal(parallel, found)
-    for row in {0, rows // 2, rows - 1}:
-        (alone,) = run_node("NibbleLinear", {**arrays, "x": x[[row]]}, threads=2, **attributes)
-        np.testing.assert_array_equal(alone, found[[row]])
-
-
-def test_nibble_linear_of_a_row_of_zeros_is_its_bias() -> None:
-    x, bias = np.zeros((3, 70), np.float32), normal(24)
-    x[1] = 1
-    (found,) = run_node("NibbleLinear", arrays_of(x, normal(24, 70), bias), width=24, activation="none")
-    np.testing.assert_array_equal(found[[0, 2]], np.stack([bias, bias]))
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), [(16, 64), (20, 100), (1, 1), (1030, 33)])

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from antiphon.export.weights import pack_float, pack_int8, unpack_int8
 from antiphon.ops.activations import ACTIVATIONS
+from antiphon.ops.operator import NODE_PREFIXES
 from antiphon.ops.operators.attention import (
     disentangled_attention,
     packed_attention,
@@ -27,8 +28,9 @@ from antiphon.ops.operators.attention import (
 )
 from antiphon.ops.operators.linear import gate, linear
 from antiphon.ops.operators.rows import add_norm, embed
+from tests.operators import Pool, normal, packed_weight, ramp
 from tests.parity import native_nodes
-from tests.parity.native_nodes import Pool, attend, normal, ramp, run_node
+from tests.parity.native_nodes import attend, run_node
 
 CLOSE = dict(rtol=2e-5, atol=2e-5)
 EXAMPLES = settings(max_examples=40)
@@ -85,9 +87,7 @@ def test_quantized_linear_equals_integer_arithmetic(
     x = np.abs(x) if positive else x
     bias = normal(outputs) if has_bias else None
     packed = pack_int8(weight)
-    arrays: dict[str, NDArray[Any] | None] = {
-        "x": x, "weight": packed.integers, "scales": packed.scales, "column_sums": packed.column_sums, "bias": bias,
-    }  # fmt: skip
+    arrays = {"x": x, **packed_weight(weight, "int8"), "bias": bias}
     (found,) = run_node("QuantizedLinear", arrays, width=outputs, activation=activation)
     (alone,) = run_node("QuantizedLinear", {**arrays, "x": x[-1:]}, width=outputs, activation=activation)
     np.testing.assert_array_equal(alone, found[-1:])
@@ -102,28 +102,22 @@ def test_quantized_linear_equals_integer_arithmetic(
     assert exact.mean() > 0.9
 
 
-@pytest.mark.parametrize("positive", [False, True])
-def test_quantized_linear_of_a_row_of_zeros_is_its_bias(positive: bool) -> None:
-    packed, bias = pack_int8(normal(24, 70)), normal(24)
-    x = np.zeros((3, 70), np.float32) * (1 if positive else -1)
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_integer_product_of_a_row_of_zeros_is_its_bias(sign: int, precision: str) -> None:
+    x, bias = sign * np.zeros((3, 70), np.float32), normal(24)
     x[1] = 1
-    arrays: dict[str, NDArray[Any] | None] = {
-        "x": x, "weight": packed.integers, "scales": packed.scales, "column_sums": packed.column_sums, "bias": bias,
-    }  # fmt: skip
-    (found,) = run_node("QuantizedLinear", arrays, width=24, activation="none")
+    arrays = {"x": x, **packed_weight(normal(24, 70), precision), "bias": bias}
+    (found,) = run_node(f"{NODE_PREFIXES[precision]}Linear", arrays, width=24, activation="none")
     np.testing.assert_array_equal(found[[0, 2]], np.stack([bias, bias]))
 
 
-@pytest.mark.parametrize("op_type", ["Linear", "QuantizedLinear"])
+@pytest.mark.parametrize("precision", NODE_PREFIXES)
 @pytest.mark.parametrize("rows", [1, 2, 16, 33, 200])
-def test_products_are_bit_identical_alone_in_a_batch_and_on_two_threads(op_type: str, rows: int) -> None:
+def test_products_are_bit_identical_alone_in_a_batch_and_on_two_threads(precision: str, rows: int) -> None:
     """The arrays are large enough for rows and columns to be divided among tasks."""
-    x, weight = normal(rows, 320), normal(1500, 320)
-    if op_type == "Linear":
-        arrays: dict[str, NDArray[Any] | None] = {"x": x, "weight": pack_float(weight)}
-    else:
-        packed = pack_int8(weight)
-        arrays = {"x": x, "weight": packed.integers, "scales": packed.scales, "column_sums": packed.column_sums}
+    op_type, x = f"{NODE_PREFIXES[precision]}Linear", normal(rows, 320)
+    arrays = {"x": x, **packed_weight(normal(1500, 320), precision)}
     attributes: dict[str, Any] = dict(width=1500, activation="relu")
     (found,) = run_node(op_type, arrays, **attributes)
     (parallel,) = run_node(op_type, arrays, threads=2, **attributes)

@@ -22,12 +22,12 @@ from antiphon.export.weights import pack_float, pack_int8, unpack_int8
 from antiphon.ops.logits_warpers import Warp, distribution
 from antiphon.ops.sampling import NONE_ALLOWED, NOT_FINITE, Samples, SamplingArrays, sample, uniform_at, warp_of
 from tests.batches import SampleSettings, sampling_of
-from tests.parity.native_nodes import normal, run_node
+from tests.operators import Floats, normal, packed_weight
+from tests.parity.native_nodes import run_node
 
 EDGE = 1e-4
 EXAMPLES = settings(max_examples=80)
 Arrays = dict[str, NDArray[Any]]
-Floats = NDArray[np.float32]
 
 
 def sample_settings(vocab: int) -> st.SearchStrategy[SampleSettings]:
@@ -195,12 +195,12 @@ def held_by_8_bits(hidden: Floats, *, is_fused: bool) -> Floats:
 def test_quantized_sample_equals_sample_of_the_dequantised_weights(tokens: int, width: int, vocab: int) -> None:
     """Row by row: a hidden state on the edge between two levels falls one way with, one way without fused products."""
     held = sampling_of(range(tokens), [SampleSettings(num_logprobs=vocab)] * tokens)
-    hidden, packed = normal(tokens, width), pack_int8(normal(vocab, width))
-    parts: Arrays = {"weight": packed.integers, "scales": packed.scales, "column_sums": packed.column_sums}
+    hidden, values = normal(tokens, width), normal(vocab, width)
+    packed = pack_int8(values)
     bias = normal(vocab, seed=3)
     operands = {
         "hidden": hidden,
-        **parts,
+        **packed_weight(values, "int8"),
         "positions": np.zeros(tokens, np.int32),
         **sampling_inputs(held),
         "bias": bias,

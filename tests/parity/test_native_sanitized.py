@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from hatch_build import compile_native
-from tests.parity.native_calls import CALLS
+from tests.operators import NODES
 
 ROOT = Path(__file__).parents[2]
 ROUNDS = int(os.environ.get("ANTIPHON_SANITIZE_ROUNDS", "24"))
@@ -79,7 +79,7 @@ def test_random_calls_read_and_write_only_valid_memory(
     last = "".join(done.stdout.splitlines(keepends=True)[-1:])
     assert done.returncode == 0, f"{last}{done.stderr[:6000]}"
     assert not done.stderr
-    assert last == f"seed 0: {list(CALLS)[-1]} {ROUNDS - 1}\n"
+    assert last == f"seed 0: {list(NODES)[-1]} {ROUNDS - 1}\n"
 
 
 def test_steps_of_beam_searches_read_and_write_only_valid_memory(library: Path, environment: dict[str, str]) -> None:

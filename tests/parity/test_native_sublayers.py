@@ -11,18 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 
 from antiphon.ops.cache_geometry import BLOCK_SIZE, padded_width
 from antiphon.ops.operator import NODE_PREFIXES
 from antiphon.ops.operators.attention import read_positions
-from tests.parity.native_calls import CALLS, Arrays
-from tests.parity.native_nodes import attend, gate, normal, ramp, run_node
+from tests.operators import SUBLAYERS, Array, Arrays, normal, ramp, random_call
+from tests.parity.native_nodes import attend, gate, run_node
 
 PRECISIONS = [*NODE_PREFIXES]
 NUM_CALLS = 25
-
-Array = NDArray[Any]
 
 
 def separately(arrays: Arrays, attributes: dict[str, Any], precision: str) -> list[Array]:
@@ -65,15 +62,12 @@ def _attended(x: Array | None, arrays: Arrays, attributes: dict[str, Any], preci
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize(
-    "name",
-    ["FeedForwardSublayer", "PackedAttentionSublayer", "PagedSelfAttentionSublayer", "PagedCrossAttentionSublayer"],
-)
+@pytest.mark.parametrize("name", SUBLAYERS)
 def test_sublayer_equals_separate_operators(name: str, precision: str) -> None:
     random = np.random.default_rng(3)
     node = NODE_PREFIXES[precision] + name
     for _ in range(NUM_CALLS):
-        arrays, attributes = CALLS[node](random)
+        arrays, attributes = random_call(node, random)
         cache = arrays.get("cache")
         before = None if cache is None else cache.copy()
         found = run_node(node, arrays, threads=int(random.integers(1, 3)), **attributes)

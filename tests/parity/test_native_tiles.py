@@ -9,13 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
-from antiphon.export.weights import DEPTH, PANEL, pack_float, pack_int4, pack_int8
-from tests.parity.native_nodes import Pool, attend, normal, ramp, run_node
-
-Floats = NDArray[np.float32]
-Arrays = dict[str, NDArray[Any] | None]
+from antiphon.export.weights import DEPTH, PANEL
+from antiphon.ops.operator import NODE_PREFIXES
+from tests.operators import Arrays, Floats, Pool, ints, normal, packed_weight, ramp
+from tests.parity.native_nodes import attend, run_node
 
 # A tile has at most six rows. Seven rows and more are divided into several tiles.
 ROWS = range(1, 15)
@@ -24,20 +22,10 @@ OUTPUTS = 4 * PANEL + 5
 INPUTS = 3 * DEPTH - 7
 
 
-def weights_of(op_type: str) -> Arrays:
-    weight = normal(OUTPUTS, INPUTS, seed=1)
-    if op_type == "Linear":
-        return {"weight": pack_float(weight)}
-    if op_type == "QuantizedLinear":
-        int8 = pack_int8(weight)
-        return {"weight": int8.integers, "scales": int8.scales, "column_sums": int8.column_sums}
-    int4 = pack_int4(weight)
-    return {"weight": int4.nibbles, "ratios": int4.ratios, "scales": int4.scales, "offsets": int4.offsets}
-
-
-@pytest.mark.parametrize("op_type", ["Linear", "QuantizedLinear", "NibbleLinear"])
-def test_rows_are_bit_identical_in_tiles_of_every_height(op_type: str) -> None:
-    x, weights = normal(max(ROWS), INPUTS), weights_of(op_type)
+@pytest.mark.parametrize("precision", NODE_PREFIXES)
+def test_rows_are_bit_identical_in_tiles_of_every_height(precision: str) -> None:
+    op_type = f"{NODE_PREFIXES[precision]}Linear"
+    x, weights = normal(max(ROWS), INPUTS), packed_weight(normal(OUTPUTS, INPUTS, seed=1), precision)
     x[::3] = np.abs(x[::3])  # rows with and without a zero point side by side
     attributes: dict[str, Any] = dict(width=OUTPUTS, activation="none")
     alone = [run_node(op_type, {"x": row[None], **weights}, **attributes)[0] for row in x]
@@ -104,7 +92,7 @@ def test_every_finite_float16_is_read_exactly() -> None:
         block[1].reshape(heads, -1, width)[:, 0] = values.reshape(heads, width)
         arrays: Arrays = {
             "query": normal(1, heads * width), "cache": pool.cache, "block_tables": pool.tables, "offsets": ramp([1]),
-            "source_lens": np.array([1], np.int32),
+            "source_lens": ints(1),
         }  # fmt: skip
         found = attend("PagedCrossAttentionSublayer", arrays, num_heads=heads, scale=1.0, layer=0)
         np.testing.assert_array_equal(found[0], values.astype(np.float32))
@@ -117,7 +105,7 @@ def test_infinite_float16_is_read_exactly() -> None:
         pool.cache[pool.tables[0, 0], 0, 1, 0, 0] = infinity
         arrays: Arrays = {
             "query": normal(1, 8), "cache": pool.cache, "block_tables": pool.tables, "offsets": ramp([1]),
-            "source_lens": np.array([1], np.int32),
+            "source_lens": ints(1),
         }  # fmt: skip
         found = attend("PagedCrossAttentionSublayer", arrays, num_heads=1, scale=1.0, layer=0)
         assert found[0, 0] == infinity
