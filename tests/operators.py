@@ -234,8 +234,8 @@ class Inputs:
         names = {port.name for port in node.inputs}
         self.counts = sizes.new if self.has_rows else sizes.lens
         self.num_tokens = sum(self.counts) if "offsets" in names else sizes.tokens
-        self.is_sampling = "picks" in names
-        self.tables, self.num_blocks = block_tables(sizes.lens, rng, spare=sizes.spare, unused=sizes.unused)
+        self.is_sampling = "edit_offsets" in names
+        self.tables_of_rows, self.num_blocks = block_tables(sizes.lens, rng, spare=sizes.spare, unused=sizes.unused)
         inner = sizes.outputs + sizes.outputs % 2
         self.axes = {
             "N": self.num_tokens, "M": sizes.width, "K": sizes.width, "O": sizes.outputs, "V": sizes.outputs,
@@ -303,7 +303,7 @@ class Inputs:
         return self.floats(*shape).astype(self.sizes.cache)
 
     def block_tables(self) -> Ints:
-        return self.tables
+        return self.tables_of_rows
 
     def source_lens(self) -> Ints:
         return ints(*self.sizes.lens)

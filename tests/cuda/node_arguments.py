@@ -1,123 +1,123 @@
-"""Small random arguments of every node of nodes.py, with all optional inputs: tensors by input, and attributes."""
+"""Small random arguments of every node of nodes.py: tensors by input, None for an absent one, and attributes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import torch
 
 from antiphon.ops.cuda import PADDING, PREVIOUS, TILE
-from tests.cuda.test_kernels import Arguments, Draw, Pool
+from antiphon.ops.cuda.nodes import CudaNode
+from tests.operators import NUM_LAYERS, Array, Floats, Inputs, Ints, Rng, Sizes, ints
+
+Arguments = dict[str, Any]
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+# New tokens of the first row are in two blocks. Model widths of more than BLOCK columns take a kernel two turns.
+SIZES: Arguments = dict(
+    tokens=4, width=48, outputs=20, head_width=48, lens=(65, 1, 33), new=(2, 1, 1), positions=10, reach=9,
+    edits=(0, 0, 2), spare=1,
+)  # fmt: skip
+_SPECIFIC: dict[str, Arguments] = {"CudaActivate": dict(outputs=1040), "CudaSample": dict(outputs=300)}
 
 
-def embed_arguments(draw: Draw) -> Arguments:
-    return {
-        "tokens": torch.tensor([3, PREVIOUS, 0, 19], dtype=torch.int32),
-        "positions": torch.tensor([0, 3, PADDING, 5], dtype=torch.int32),
-        "weight": draw.states(20, 48),
-        "position_table": draw.states(8, 48),
-        "rows": draw.ints(0, 3, 4),
-        "previous": torch.tensor([4, 0, 19], dtype=torch.int32),
-        "types": draw.ints(0, 2, 4),
-        "type_table": draw.states(2, 48),
-        "scale": 1.5,
-    }
+def arguments(node: CudaNode, dtype: torch.dtype, seed: int = 0, **sizes: Any) -> Arguments:
+    """Return arguments of a node. sizes: fields of Sizes other than the usual ones."""
+    inputs = CudaInputs(node, Sizes(**SIZES | _SPECIFIC.get(node.name, {}) | sizes), np.random.default_rng(seed))
+    made: Arguments = {}
+    for port in node.inputs:
+        array = inputs.array(port)
+        tensor = None if array is None else torch.from_numpy(array)
+        made[port.name] = tensor.to(dtype) if tensor is not None and port.kind in ("float", "cache") else tensor
+    return made | {attribute.name: inputs.attribute(attribute.name) for attribute in node.attributes}
 
 
-def add_norm_arguments(draw: Draw) -> Arguments:
-    vectors = {name: draw.states(48) for name in ("bias", "weight", "norm_bias")}
-    return vectors | {"x": draw.states(3, 48), "residual": draw.states(3, 48), "epsilon": 1e-5, "kind": "layer"}
+class CudaInputs(Inputs):
+    """Arrays of one call of a node for GPUs; where tokens can be padding, the last one is."""
 
+    def __init__(self, node: CudaNode, sizes: Sizes, rng: Rng) -> None:
+        super().__init__(node, sizes, rng)
+        self.is_paged = any(port.name == "tables" for port in node.inputs)
+        if self.is_paged:
+            self.num_tokens = sum(sizes.new) + 1
+        heads = sizes.heads * sizes.head_width
+        self.axes |= {
+            "N": self.num_tokens, "K": len(sizes.edits), "types": 2, "Z": 3, "H D or 3 H D": 3 * heads,
+            "at least H D": 3 * heads, "F (gated: 2 F)": sizes.outputs * (2 if sizes.gated else 1),
+        }  # fmt: skip
 
-def activate_arguments(draw: Draw) -> Arguments:
-    return {"x": draw.states(2, 2 * 1040), "bias": draw.states(2 * 1040), "activation": "gelu", "gated": True}
+    def tokens(self) -> Ints:
+        tokens = self.below(self.sizes.outputs, self.num_tokens)
+        if self.sizes.optional:  # without rows there is no step before
+            tokens[1] = PREVIOUS
+        return tokens
 
+    def positions(self) -> Ints:
+        if self.is_sampling:
+            return self.below(99, len(self.sizes.edits))
+        if self.is_paged:
+            return np.concatenate([self._ends() - 1, ints(PADDING)]).astype(np.int32)
+        positions = self.below(self.sizes.positions, self.num_tokens)
+        positions[-1] = PADDING
+        return positions
 
-def rotary_arguments(draw: Draw) -> Arguments:
-    return {
-        "qkv": draw.states(3, 3 * 2 * 48),
-        "bias": draw.states(3 * 2 * 48),
-        "positions": torch.tensor([0, 9, PADDING], dtype=torch.int32),
-        "table": draw.floats(10, 48),
-        "num_heads": 2,
-    }
+    def _ends(self) -> Ints:
+        """Return the number of positions that each new token sees."""
+        rows = zip(self.sizes.lens, self.sizes.new, strict=True)
+        return np.concatenate([np.arange(length - new, length, dtype=np.int32) + 1 for length, new in rows])
 
+    def rows(self) -> Ints:
+        num_rows = len(self.sizes.new)
+        return ints(*np.repeat(range(num_rows), self.sizes.new), 0) if self.is_paged else self.below(3, self.num_tokens)
 
-def packed_attention_arguments(draw: Draw) -> Arguments:
-    return {
-        "qkv": draw.states(TILE + 7, 3 * 2 * 48),
-        "bias": draw.states(3 * 2 * 48),
-        "offsets": torch.tensor([0, 2, TILE + 7], dtype=torch.int32),
-        "tiles": torch.tensor([(0, 0), (1, 0), (1, TILE), (-1, 0)], dtype=torch.int32),
-        "bias_table": draw.floats(2, 2 * 9 + 1),
-        "slopes": draw.floats(2).abs(),
-        "num_heads": 2,
-        "scale": 0.2,
-        "causal": True,
-    }
+    def previous(self) -> Ints:
+        return self.below(self.sizes.outputs, 3)
 
+    def types(self) -> Ints:
+        return self.below(2, self.num_tokens)
 
-def paged_write_arguments(draw: Draw) -> Arguments:
-    pool = Pool(draw, 48)
-    return {
-        "kv": draw.states(3, 3 * 2 * 48),
-        "bias": draw.states(3 * 2 * 48),
-        "cache": pool.cache,
-        "tables": pool.tables,
-        "rows": torch.tensor([0, 1, 2], dtype=torch.int32),
-        "positions": torch.tensor([16, PADDING, 3], dtype=torch.int32),
-        "num_heads": 2,
-        "layer": 1,
-    }
+    def tiles(self) -> Ints:
+        found = [(row, first) for row, length in enumerate(self.sizes.lens) for first in range(0, length, TILE)]
+        return np.array([*found, (-1, 0)], np.int32)
 
+    def cache(self) -> Floats:
+        """Return a pool in which the positions of each row are written, in one layer; all others are NaN."""
+        shape = (self.num_blocks, NUM_LAYERS, 2, self.sizes.heads, 16, self.sizes.head_width)
+        cache = np.full(shape, np.nan, np.float32)
+        for table, length in zip(self.tables_of_rows, self.sizes.lens, strict=True):
+            for position in range(length):
+                block, slot = table[position // 16], position % 16
+                cache[block, 1, :, :, slot] = self.floats(2, self.sizes.heads, self.sizes.head_width)
+        return cache
 
-def paged_attention_arguments(draw: Draw, num_tokens: int = 4) -> Arguments:
-    pool = Pool(draw, 48)
-    pool.fill(draw, [80, 1, 33])
-    return {
-        "query": draw.states(num_tokens, 3 * 2 * 48),
-        "bias": draw.states(3 * 2 * 48),
-        "cache": pool.cache,
-        "tables": pool.tables,
-        "rows": torch.tensor([0, 1, 2, 0], dtype=torch.int32)[:num_tokens],
-        "lengths": torch.tensor([80, 1, 33, 0], dtype=torch.int32)[:num_tokens],
-        "written": torch.ones(1, dtype=torch.int32),
-        "bias_table": draw.floats(2, 2 * 9 + 1),
-        "slopes": draw.floats(2).abs(),
-        "num_heads": 2,
-        "scale": 0.2,
-        "layer": 1,
-    }
+    def tables(self) -> Ints:
+        return self.tables_of_rows
 
+    def lengths(self) -> Ints:
+        return np.concatenate([self._ends(), ints(0)])
 
-def pick_arguments(draw: Draw) -> Arguments:
-    return {"hidden": draw.states(5, 48), "picks": torch.tensor([4, 0, 0], dtype=torch.int32)}
+    def written(self) -> Ints:
+        return ints(1)
 
+    def float_params(self) -> Floats:
+        return np.array([[0, 1, 0, 1], [0.8, 0.9, 0.01, 1], [0, 1, 0, 1]], np.float32)
 
-def sample_arguments(draw: Draw) -> Arguments:
-    """Return three samples: the largest logit, one drawn, one with edits and candidates."""
-    return {
-        "logits": draw.states(3, 300),
-        "bias": draw.states(300),
-        "positions": torch.tensor([3, 0, 7], dtype=torch.int32),
-        "float_params": torch.tensor([[0, 1, 0, 1], [0.8, 0.9, 0.01, 1], [0, 1, 0, 1]], dtype=torch.float32),
-        "int_params": torch.tensor([[0, 0, -1, -1, 0, 0], [20, 7, -1, 0, 0, 0], [0, 0, -1, 3, 0, 0]]),
-        "edit_offsets": torch.tensor([0, 0, 0, 2], dtype=torch.int32),
-        "edit_ids": torch.tensor([4, 4], dtype=torch.int32),
-        "edit_rounds": torch.tensor([0, 1], dtype=torch.int32),
-        "edit_values": torch.tensor([[9.0, 1, 0], [0, 1.5, 0]]),
-        "candidates": torch.zeros(3, dtype=torch.int32),
-    }
+    def int_params(self) -> Array:
+        return np.array([[0, 0, -1, -1, 0, 0], [20, 7, -1, 0, 0, 0], [0, 0, -1, 3, 0, 0]])
 
+    def edit_ids(self) -> Ints:
+        return ints(4, 4)
 
-ARGUMENTS: dict[str, Callable[[Draw], Arguments]] = {
-    "CudaEmbed": embed_arguments,
-    "CudaAddNorm": add_norm_arguments,
-    "CudaActivate": activate_arguments,
-    "CudaRotary": rotary_arguments,
-    "CudaPackedAttention": packed_attention_arguments,
-    "CudaPagedWrite": paged_write_arguments,
-    "CudaPagedAttention": paged_attention_arguments,
-    "CudaPick": pick_arguments,
-    "CudaSample": sample_arguments,
-}
+    def edit_rounds(self) -> Ints:
+        return ints(0, 1)
+
+    def edit_values(self) -> Floats:
+        return np.array([[9.0, 1, 0], [0, 1.5, 0]], np.float32)
+
+    def candidates(self) -> Ints:
+        return ints(0, 0, 0)
+
+    def attribute(self, name: str) -> Any:
+        fixed = {"layer": 1, "scale": self.sizes.head_width**-0.5}
+        return fixed[name] if name in fixed else super().attribute(name)

@@ -6,7 +6,7 @@ name, None where an optional one is absent, and its attributes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -108,6 +108,19 @@ def sample(*, order: Order = in_order, **given: Any) -> tuple[Tensor, ...]:
     _launch("vocabulary", logits.dtype, (count, num_parts, 1), values, order)
     _launch("sample", logits.dtype, (count, 1, 1), values, order)
     return tuple(outputs.values())
+
+
+LAUNCHES: dict[str, Callable[..., Any]] = {
+    "CudaEmbed": embed,
+    "CudaAddNorm": add_norm,
+    "CudaActivate": activate,
+    "CudaRotary": rotary,
+    "CudaPackedAttention": packed_attention,
+    "CudaPagedWrite": paged_write,
+    "CudaPagedAttention": paged_attention,
+    "CudaPick": pick,
+    "CudaSample": sample,
+}
 
 
 def poisoned(shape: Any, dtype: torch.dtype) -> Tensor:

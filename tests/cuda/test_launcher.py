@@ -21,11 +21,11 @@ from antiphon.errors import CudaError
 from antiphon.ops.cuda.compile_kernels import VERSION
 from antiphon.ops.cuda.driver import CudaDevice
 from antiphon.ops.cuda.nodes import NODES, CudaNode
-from tests.cuda import node_launches
 from tests.cuda.device_graphs import ONNX_TYPES, DeviceGraph, Outputs, model_of, one_node, restored
-from tests.cuda.node_arguments import ARGUMENTS, paged_attention_arguments, pick_arguments
+from tests.cuda.node_arguments import DTYPES, Arguments, arguments
+from tests.cuda.node_launches import LAUNCHES
 from tests.cuda.standin.device import StandIn, write_kernels
-from tests.cuda.test_kernels import DTYPES, Arguments, Draw
+from tests.operators import normal
 
 BY_NAME = {node.name: node for node in NODES}
 PICK = BY_NAME["CudaPick"]
@@ -43,17 +43,12 @@ def only_our_kernels(standin: StandIn, device: CudaDevice) -> Iterator[None]:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("node", NODES, ids=lambda node: node.name)
 def test_node_equals_its_kernels(device: CudaDevice, node: CudaNode, dtype: torch.dtype) -> None:
-    check(device, node, ARGUMENTS[node.name](Draw(1, dtype)), dtype)
+    check(device, node, arguments(node, dtype), dtype)
 
 
 @pytest.mark.parametrize("node", NODES, ids=lambda node: node.name)
 def test_node_equals_its_kernels_without_optional_inputs(device: CudaDevice, node: CudaNode) -> None:
-    dtype = torch.bfloat16
-    arguments = ARGUMENTS[node.name](Draw(2, dtype))
-    arguments |= {given.name: None for given in node.inputs if given.optional}
-    if node.name == "CudaEmbed":
-        arguments["tokens"] = arguments["tokens"].clamp(min=0)  # without rows there is no step before
-    check(device, node, arguments, dtype)
+    check(device, node, arguments(node, torch.bfloat16, optional=0.0), torch.bfloat16)
 
 
 @pytest.mark.parametrize(
@@ -65,37 +60,38 @@ def test_node_equals_its_kernels_without_optional_inputs(device: CudaDevice, nod
     ],
 )
 def test_node_passes_its_attributes(device: CudaDevice, name: str, changes: Arguments) -> None:
-    check(device, BY_NAME[name], ARGUMENTS[name](Draw(3, torch.float32)) | changes, torch.float32)
+    check(device, BY_NAME[name], arguments(BY_NAME[name], torch.float32) | changes, torch.float32)
 
 
 def test_paged_attention_splits_the_positions_of_few_tokens(device: CudaDevice, standin: StandIn) -> None:
     """Four multiprocessors want eight programs: one token with two heads gets its two pairs of blocks."""
-    arguments = paged_attention_arguments(Draw(4, torch.float32), num_tokens=1)
-    check(device, BY_NAME["CudaPagedAttention"], arguments, torch.float32, num_splits=2)
+    node = BY_NAME["CudaPagedAttention"]
+    given = arguments(node, torch.float32, spare=0)
+    given |= {name: given[name][:1] for name in ("query", "rows", "lengths")}
+    check(device, node, given, torch.float32, num_splits=2)
     assert standin.launched[:2] == ["paged_attention.float32.64", "merge_splits.float32.64"]
 
 
 def test_node_without_tokens_launches_nothing(device: CudaDevice, standin: StandIn) -> None:
-    arguments = pick_arguments(Draw(5, torch.float32)) | {"picks": torch.zeros(0, dtype=torch.int32)}
-    run_node(device, PICK, arguments, torch.float32, {"out": (torch.float32, (0, 48))})
+    given = arguments(PICK, torch.float32) | {"picks": torch.zeros(0, dtype=torch.int32)}
+    run_node(device, PICK, given, torch.float32, {"out": (torch.float32, (0, 48))})
     assert standin.launched == []
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_captured_graph_replays_with_changed_inputs(device: CudaDevice, standin: StandIn, dtype: torch.dtype) -> None:
-    draw = Draw(6, dtype)
-    weight, arguments = draw.states(16, 48), pick_arguments(draw)
+    weight, hidden = (torch.from_numpy(normal(rows, 48)).to(dtype) for rows in (16, 5))
     graph = DeviceGraph(device, pick_and_multiply(weight), {"product": (dtype, (3, 16))}, captures=True)
-    feed(graph, PICK, arguments)
+    feed(graph, PICK, {"hidden": hidden, "picks": torch.tensor([0, 1, 1], dtype=torch.int32)})
     graph.run(graph_id=3)  # captures
     allocations = standin.num_allocations
     for picks in ([4, 0, 0], [1, 2, 3]):
-        arguments = {"hidden": draw.states(5, 48), "picks": torch.tensor(picks, dtype=torch.int32)}
-        feed(graph, PICK, arguments)
+        hidden = 2 * hidden
+        feed(graph, PICK, {"hidden": hidden, "picks": torch.tensor(picks, dtype=torch.int32)})
         standin.launched.clear()
         graph.run(graph_id=3)
         assert standin.launched == [f"pick.{str(dtype).removeprefix('torch.')}"]
-        expected = (arguments["hidden"][picks].float() @ weight.float().T).to(dtype)
+        expected = (hidden[picks].float() @ weight.float().T).to(dtype)
         # The stand-in adds in another order than torch.
         torch.testing.assert_close(graph.read("product"), expected, atol=1e-5, rtol=torch.finfo(dtype).eps)
     assert standin.num_allocations == allocations
@@ -159,9 +155,8 @@ def test_node_without_a_kernel_is_refused(device: CudaDevice, standin: StandIn, 
 
 
 def test_node_refuses_a_width_that_the_kernel_was_not_compiled_for(device: CudaDevice) -> None:
-    draw = Draw(8, torch.float32)
     with pytest.raises(Exception, match=r"CudaPick: pick\.float32, width:a: 40 is no multiple of 16"):
-        picking(device, {"hidden": draw.states(5, 40)})
+        picking(device, width=40)
 
 
 def test_node_refuses_an_address_that_the_kernel_was_not_compiled_for(device: CudaDevice) -> None:
@@ -173,7 +168,7 @@ def test_node_refuses_an_address_that_the_kernel_was_not_compiled_for(device: Cu
     ("name", "changes", "message"),
     [
         ("CudaEmbed", {"positions": torch.zeros(3, dtype=torch.int32)}, "axis 0 of positions is 3; it must be 4"),
-        ("CudaAddNorm", {"residual": torch.zeros(3, 64)}, "axis 1 of residual is 64; it must be 48"),
+        ("CudaAddNorm", {"residual": torch.zeros(4, 64)}, "axis 1 of residual is 64; it must be 48"),
         ("CudaActivate", {"activation": "swish"}, "activation swish is unknown"),
         ("CudaRotary", {"num_heads": 3}, "axis 1 of qkv is 288; it must be 432"),
         ("CudaPackedAttention", {"num_heads": 5}, "axis 1 of qkv is 288; it must be 285"),
@@ -190,9 +185,9 @@ def test_node_refuses_an_address_that_the_kernel_was_not_compiled_for(device: Cu
     ],
 )
 def test_node_refuses_shapes_that_disagree(device: CudaDevice, name: str, changes: Arguments, message: str) -> None:
-    node, arguments = BY_NAME[name], ARGUMENTS[name](Draw(9, torch.float32)) | changes
+    node = BY_NAME[name]
     with pytest.raises(Exception, match=rf"antiphon\.{name}: .*{message}"):
-        run_node(device, node, arguments, torch.float32, ones_of(node))
+        run_node(device, node, arguments(node, torch.float32) | changes, torch.float32, ones_of(node))
 
 
 def test_device_needs_a_driver() -> None:
@@ -203,29 +198,25 @@ def test_device_needs_a_driver() -> None:
     assert re.search(r"CudaError: no NVIDIA driver: libcuda\.so\.1: cannot open shared object file", result.stderr)
 
 
-def check(device: CudaDevice, node: CudaNode, arguments: Arguments, dtype: torch.dtype, **launch: Any) -> None:
+def check(device: CudaDevice, node: CudaNode, given: Arguments, dtype: torch.dtype, **launch: Any) -> None:
     """Run a graph of one node, and compare every result, and inputs that it changes, with its kernels."""
-    expected_arguments = {
-        name: value.clone() if isinstance(value, Tensor) else value for name, value in arguments.items()
-    }
-    expected = getattr(node_launches, function_of(node))(**expected_arguments, **launch)
+    expected_arguments = {name: value.clone() if isinstance(value, Tensor) else value for name, value in given.items()}
+    expected = LAUNCHES[node.name](**expected_arguments, **launch)
     expected = expected if isinstance(expected, tuple) else (expected,)
     results = [each.name for each in node.results]
     shapes = {name: (result.dtype, tuple(result.shape)) for name, result in zip(results, expected, strict=True)}
-    graph = run_node(device, node, arguments, dtype, shapes)
+    graph = run_node(device, node, given, dtype, shapes)
     for name, result in zip(results, expected, strict=True):
         equal(graph.read(name), result)
-    for given in node.inputs:
-        if arguments[given.name] is not None:
-            equal(graph.read(given.name), expected_arguments[given.name])
+    for port in node.inputs:
+        if given[port.name] is not None:
+            equal(graph.read(port.name), expected_arguments[port.name])
 
 
-def run_node(
-    device: CudaDevice, node: CudaNode, arguments: Arguments, dtype: torch.dtype, outputs: Outputs
-) -> DeviceGraph:
+def run_node(device: CudaDevice, node: CudaNode, given: Arguments, dtype: torch.dtype, outputs: Outputs) -> DeviceGraph:
     """Return a graph of one node that has run once."""
-    graph = DeviceGraph(device, one_node(node, arguments, dtype), outputs)
-    feed(graph, node, arguments)
+    graph = DeviceGraph(device, one_node(node, given, dtype), outputs)
+    feed(graph, node, given)
     graph.run()
     return graph
 
@@ -240,25 +231,19 @@ def equal(ours: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(ours, expected, atol=0, rtol=0, equal_nan=True)
 
 
-def feed(graph: DeviceGraph, node: CudaNode, arguments: Arguments) -> None:
+def feed(graph: DeviceGraph, node: CudaNode, given: Arguments) -> None:
     """Copy a node's inputs to the device."""
-    for given in node.inputs:
-        if arguments[given.name] is not None:
-            graph.write(given.name, arguments[given.name])
+    for port in node.inputs:
+        if given[port.name] is not None:
+            graph.write(port.name, given[port.name])
 
 
-def function_of(node: CudaNode) -> str:
-    """Return the name in node_launches.py: paged_attention of CudaPagedAttention."""
-    return re.sub(r"(?<!^)(?=[A-Z])", "_", node.name.removeprefix("Cuda")).lower()
-
-
-def picking(device: CudaDevice, changes: Arguments | None = None, offset: int = 0) -> DeviceGraph:
+def picking(device: CudaDevice, width: int = 48, offset: int = 0) -> DeviceGraph:
     """Return a graph that has run once: a CudaPick in float32. offset: of the picks, in bytes from aligned memory."""
-    arguments = pick_arguments(Draw(7, torch.float32)) | (changes or {})
-    shape = (3, arguments["hidden"].shape[1])
-    graph = DeviceGraph(device, one_node(PICK, arguments, torch.float32), {"out": (torch.float32, shape)})
-    graph.write("hidden", arguments["hidden"])
-    graph.write("picks", arguments["picks"], offset)
+    given = arguments(PICK, torch.float32, width=width)
+    graph = DeviceGraph(device, one_node(PICK, given, torch.float32), {"out": (torch.float32, (3, width))})
+    graph.write("hidden", given["hidden"])
+    graph.write("picks", given["picks"], offset)
     graph.run()
     return graph
 

@@ -18,8 +18,9 @@ from torch import Tensor
 from antiphon.errors import CudaError
 from antiphon.ops.cuda.driver import CudaDevice, describe
 from tests.cuda.device_graphs import ONNX_TYPES, DeviceGraph, DeviceTensor, model_of, restored
+from tests.cuda.node_arguments import DTYPES
 from tests.cuda.standin.device import ARCHITECTURE, StandIn
-from tests.cuda.test_kernels import DTYPES, Draw
+from tests.operators import normal
 
 # Starts a process with the stand-in: the driver is found under its name once it is loaded.
 PREAMBLE = """
@@ -151,8 +152,8 @@ def test_function_that_is_missing_reports_its_name(standin: StandIn) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("transposed", [False, True])
 def test_product_equals_torch(device: CudaDevice, standin: StandIn, dtype: torch.dtype, transposed: bool) -> None:
-    draw = Draw(1, dtype)
-    left, right = draw.states(5, 24), draw.states(*((7, 24) if transposed else (24, 7)))
+    shapes = (5, 24), (7, 24) if transposed else (24, 7)
+    left, right = (torch.from_numpy(normal(*shape)).to(dtype) for shape in shapes)
     node = helper.make_node("Gemm", ["left", "right"], ["product"], transB=int(transposed))
     graph = graph_of(device, node, {"left": left, "right": right}, {"product": (5, 7)})
     before = standin.num_foreign_launches
