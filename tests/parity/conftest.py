@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import os
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 from torch.onnx._internal.exporter._registration import ONNXRegistry
 
-from antiphon.bundle.manifest import Bundle, load_bundle
+from antiphon.bundle.manifest import Bundle
 from antiphon.checkpoints.checkpoint import Checkpoint
-from tests.parity.exports import export_random, small_config, write_checkpoint
+from tests.parity.exports import shared_export, small_config, write_checkpoint
 
 VARIANTS: dict[str, dict[str, object]] = {
     "pre_norm_rms_rope": dict(
@@ -60,31 +57,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 @pytest.fixture(scope="session")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     """Export `checkpoint` at both precisions."""
-    return _exported(tmp_path_factory, "paper")
+    return shared_export(tmp_path_factory, "paper")
 
 
 @pytest.fixture(scope="session", params=list(VARIANTS))
 def variant(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     """Export each variant; a variant also covers the other options of its family."""
-    return _exported(tmp_path_factory, request.param, VARIANTS[request.param])
-
-
-def _exported(
-    tmp_path_factory: pytest.TempPathFactory,
-    name: str,
-    overrides: Mapping[str, object] | None = None,
-) -> Bundle:
-    """Return a random model that the first process of the run to need it exports."""
-    shared = _folder_of_run(tmp_path_factory) / f"exported-{name}"
-    if not shared.exists():
-        made = tmp_path_factory.mktemp(name)
-        export_random(made, overrides)
-        with contextlib.suppress(OSError):  # another process was faster
-            made.rename(shared)
-    return load_bundle(shared / "bundle")
-
-
-def _folder_of_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the temporary folder that the worker processes of a run have in common."""
-    own = tmp_path_factory.getbasetemp()
-    return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+    return shared_export(tmp_path_factory, request.param, VARIANTS[request.param])

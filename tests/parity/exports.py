@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from antiphon.architecture.config import ModelConfig
-from antiphon.bundle.manifest import Bundle, Precision
+from antiphon.bundle.manifest import Bundle, Precision, load_bundle
 from antiphon.checkpoints.checkpoint import Checkpoint, load_checkpoint, save_checkpoint, weights_of
 from antiphon.export.bundle_model import NativeStepper
 from antiphon.export.export import export_bundle
@@ -34,10 +39,24 @@ def write_checkpoint(path: Path, config: ModelConfig) -> Checkpoint:
     return load_checkpoint(path)
 
 
-def export_random(directory: Path, overrides: Mapping[str, object] | None = None) -> Bundle:
-    """Export a random model at every precision; the export itself compares the graphs with the model."""
+def export_random(directory: Path, overrides: Mapping[str, object] | None = None, **options: Any) -> Bundle:
+    """Export a random model, by default at every precision; the export itself compares the graphs with the model."""
     checkpoint = write_checkpoint(directory / "checkpoint", small_config(**(overrides or {})))
-    return export_bundle(checkpoint, directory / "bundle")
+    return export_bundle(checkpoint, directory / "bundle", **options)
+
+
+def shared_export(
+    tmp_path_factory: pytest.TempPathFactory, name: str, overrides: Mapping[str, object] | None = None, **options: Any
+) -> Bundle:
+    """Return a random model that the first process of the run to need it exports; nobody may change its files."""
+    own = tmp_path_factory.getbasetemp()
+    shared = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / f"exported-{name}"
+    if not shared.exists():
+        made = tmp_path_factory.mktemp(name)
+        export_random(made, overrides, **options)
+        with contextlib.suppress(OSError):  # another process was faster
+            made.rename(shared)
+    return load_bundle(shared / "bundle")
 
 
 def native_stepper(bundle: Bundle, precision: Precision, *, threads: int = 1) -> NativeStepper:

@@ -11,15 +11,7 @@ from antiphon.bundle.memory_fit import Measurement, fit_memory
 from antiphon.export import profile
 from antiphon.ops.workspace import Workspace
 from antiphon.runtime.native import NativeRunner
-from tests.unit.graphs.tiny_graphs import tiny_model
-from tests.unit.graphs.tiny_native import tiny_native_config, write_native_bundle
-
-LONGEST = 512
-
-
-@pytest.fixture
-def bundle(tmp_path: Path) -> Bundle:
-    return write_native_bundle(tmp_path / "tiny", tiny_model(tiny_native_config(LONGEST)))
+from tests.unit.graphs.conftest import LONGEST
 
 
 def run_profile(*flags: str) -> int:
@@ -71,10 +63,10 @@ def test_fit_refuses_too_few_lengths() -> None:
 
 
 def test_profile_measures_linear_growth_beside_an_eager_encoder_whose_memory_grows_with_the_square(
-    bundle: Bundle, capsys: pytest.CaptureFixture[str]
+    own_bundle: Bundle, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run_profile(str(bundle.path)) == 0
-    memory = load_bundle(bundle.path).manifest.memory
+    assert run_profile(str(own_bundle.path)) == 0
+    memory = load_bundle(own_bundle.path).manifest.memory
     assert memory is not None
     assert set(memory.fits) == {"native-float32"}
     assert memory.fits["native-float32"].exponent == pytest.approx(1, abs=0.05)
@@ -84,35 +76,26 @@ def test_profile_measures_linear_growth_beside_an_eager_encoder_whose_memory_gro
     rows = [line.split() for line in output.out.splitlines()[2:-1]]
     assert [name for name, *_ in rows] == ["eager-float32"] * 3 + ["native-float32"] * 3
     *_, exponent, _, quadratic, _ = rows[0]
-    assert float(exponent) > 1.8
+    assert float(exponent) > 1.7  # the rest of the workspace of so narrow a model is not small beside it
     # One matrix [B, H, T, T] of float32, which softmax overwrites.
-    assert float(quadratic) == pytest.approx(4 * tiny_native_config().num_heads, rel=0.01)
-    plot = bundle.path.with_name("tiny.memory.png")
+    assert float(quadratic) == pytest.approx(4 * own_bundle.manifest.model.num_heads, rel=0.01)
+    plot = own_bundle.path.with_name("tiny.memory.png")
     assert str(plot) in output.out
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
-def test_profile_predicts_the_workspace_of_another_run(bundle: Bundle) -> None:
-    assert run_profile(str(bundle.path), "--lengths", "64,128,256,512", "--rows", "1,3") == 0
-    graphs, profiled = bundle.graph_set(), load_bundle(bundle.path)
+def test_profile_predicts_the_workspace_of_another_run_and_the_one_that_the_server_measures(own_bundle: Bundle) -> None:
+    assert run_profile(str(own_bundle.path), "--lengths", "64,128,256,512", "--rows", "1,3") == 0
+    graphs, profiled = own_bundle.graph_set(), load_bundle(own_bundle.path)
     fit = profiled.memory_fit(graphs)
     assert fit is not None
-    workspace = Workspace(is_own=True)
-    encoder = Graph(bundle.file(graphs.encoder_file), "encoder", 1, workspace)
+    tolerance, workspace = fit.residual + 0.02, Workspace(is_own=True)
+    encoder = Graph(own_bundle.file(graphs.encoder_file), "encoder", 1, workspace)
     inputs = profile.encoder_inputs(profiled.manifest.model, graphs.cache, rows=2, length=200)
-    peak = profile.measure_peak(encoder, workspace, inputs)
-    assert peak == pytest.approx(fit.predict(2, 200), rel=fit.residual + 0.02)
-
-
-def test_profile_predicts_the_workspace_that_the_server_measures(tmp_path: Path) -> None:
-    bundle = write_native_bundle(tmp_path / "tiny", tiny_model(tiny_native_config(LONGEST)))
-    assert run_profile(str(bundle.path), "--lengths", "64,128,256,512", "--rows", "1,3") == 0
-    profiled = load_bundle(bundle.path)
-    fit = profiled.memory_fit(profiled.graph_set())
-    assert fit is not None
+    assert profile.measure_peak(encoder, workspace, inputs) == pytest.approx(fit.predict(2, 200), rel=tolerance)
     report = NativeRunner(profiled, max_rows=4, threads=1).encode([[5] * 200] * 2, [range(13), range(13, 26)])
     assert report.predicted_fused_bytes is not None
-    assert report.peak_workspace_bytes == pytest.approx(report.predicted_fused_bytes, rel=fit.residual + 0.02)
+    assert report.peak_workspace_bytes == pytest.approx(report.predicted_fused_bytes, rel=tolerance)
 
 
 def test_fit_of_packed_graphs_has_no_quadratic_term() -> None:
@@ -149,9 +132,9 @@ def test_profile_refuses_a_wrong_random_model_in_one_line(
     assert message in line
 
 
-def test_profile_omits_runs_that_exceed_memory(bundle: Bundle, capsys: pytest.CaptureFixture[str]) -> None:
+def test_profile_omits_runs_that_exceed_memory(own_bundle: Bundle, capsys: pytest.CaptureFixture[str]) -> None:
     grid = profile.Grid(lengths=(16, 32, 64, LONGEST), rows=(1,), threads=1, budget_bytes=1 << 20)
-    measurements = profile.measure_bundle(bundle, grid)
+    measurements = profile.measure_bundle(own_bundle, grid)
     assert [m.length for m in measurements["native-float32"]] == [16, 32, 64, LONGEST]
     assert [m.length for m in measurements["eager-float32"]] == [16, 32, 64]
     assert "eager-float32: 1 x 512 tokens needs over 1 MiB; left out" in capsys.readouterr().err
@@ -175,9 +158,9 @@ def test_profile_refuses_a_budget_that_is_too_small(bundle: Bundle) -> None:
     ],
 )
 def test_profile_refuses_wrong_options_in_one_line(
-    bundle: Bundle, capsys: pytest.CaptureFixture[str], flags: list[str], message: str
+    own_bundle: Bundle, capsys: pytest.CaptureFixture[str], flags: list[str], message: str
 ) -> None:
-    assert run_profile(str(bundle.path), *flags) == 2
+    assert run_profile(str(own_bundle.path), *flags) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1
     assert lines[0].startswith("antiphon profile: ")

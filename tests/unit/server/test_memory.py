@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from contextlib import closing
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,8 +32,6 @@ from antiphon.server.models.memory import (
 )
 from antiphon.server.settings import SHIPPED_BUNDLE, ModelPlan, ModelSettings, ServerConfig
 from tests.fakes import request_of
-from tests.unit.graphs.tiny_graphs import tiny_model
-from tests.unit.graphs.tiny_native import tiny_native_config, write_native_bundle
 
 
 def limits(**changes: Any) -> EngineLimits:
@@ -45,40 +42,40 @@ def shipped_plan(**changes: Any) -> ModelPlan:
     return ServerConfig(threads=1, max_num_seqs=5, **changes).plan("one", ModelSettings(path=SHIPPED_BUNDLE))
 
 
+@pytest.fixture(scope="module")
+def shipped() -> Bundle:
+    return load_bundle(SHIPPED_BUNDLE)
+
+
 @pytest.mark.parametrize("num_blocks", [None, 40])
-def test_need_counts_the_pool_that_the_native_runner_reserves(tmp_path: Path, num_blocks: int | None) -> None:
-    bundle = write_native_bundle(tmp_path, tiny_model(tiny_native_config()), "float16")
-    need = need_of(bundle, bundle.graph_set(), limits(kv_cache_blocks=num_blocks))
-    runner = NativeRunner(bundle, max_rows=5, threads=1, num_blocks=num_blocks)
+def test_need_counts_the_pool_that_the_native_runner_reserves(shipped: Bundle, num_blocks: int | None) -> None:
+    need = need_of(shipped, shipped.graph_set(), limits(kv_cache_blocks=num_blocks))
+    runner = NativeRunner(shipped, max_rows=5, threads=1, num_blocks=num_blocks)
     assert (need.memory.cache_bytes, need.num_blocks) == (runner.cache.nbytes, runner.facts.num_blocks)
     assert need.block_bytes == runner.cache[0].nbytes
 
 
-def test_need_counts_graphs_and_counts_shared_weights_once() -> None:
-    bundle = load_bundle(SHIPPED_BUNDLE)
+def test_need_counts_graphs_and_counts_shared_weights_once(shipped: Bundle) -> None:
     files = ("encoder.native.int8.onnx", "decoder.native.int8.onnx", "explain.int8.onnx", "weights.native.int8.bin")
-    need = need_of(bundle, bundle.graph_set(), limits())
+    need = need_of(shipped, shipped.graph_set(), limits())
     assert need.memory.weight_bytes == sum((SHIPPED_BUNDLE / name).stat().st_size for name in files)
 
 
-def test_need_uses_the_workspace_of_the_limit_the_profile_or_the_default(tmp_path: Path) -> None:
-    bundle = write_native_bundle(tmp_path, tiny_model(tiny_native_config()))
+def test_need_uses_the_workspace_of_the_limit_the_profile_or_the_default(shipped: Bundle) -> None:
     fit = MemoryFit(a=1000, b=10, c=0, residual=0, exponent=1, max_len=40, max_rows=4)
-    profile = MemoryProfile(fits={"native-float32": fit}, machine="none")
-    measured = replace(bundle, manifest=bundle.manifest.model_copy(update={"memory": profile}))
+    profile = MemoryProfile(fits={"native-int8": fit}, machine="none")
+    plain, measured = (
+        replace(shipped, manifest=shipped.manifest.model_copy(update={"memory": memory})) for memory in (None, profile)
+    )
+    longest = shipped.manifest.model.max_source_len
 
     def workspace(of: Bundle, **changes: int) -> int:
-        return need_of(of, bundle.graph_set(), limits(**changes)).memory.workspace_bytes
+        return need_of(of, shipped.graph_set(), limits(**changes)).memory.workspace_bytes
 
-    assert workspace(bundle) == DEFAULT_WORKSPACE_BYTES
-    assert workspace(measured, max_num_batched_tokens=64) == 1000 + 10 * 64
-    assert workspace(measured, max_num_batched_tokens=1) == 1000 + 10 * 40  # the longest source counts in any case
+    assert workspace(plain) == DEFAULT_WORKSPACE_BYTES
+    assert workspace(measured, max_num_batched_tokens=2 * longest) == 1000 + 20 * longest
+    assert workspace(measured, max_num_batched_tokens=1) == 1000 + 10 * longest  # the longest source counts in any case
     assert workspace(measured, workspace_limit_bytes=77) == 77
-
-
-@pytest.fixture(scope="module")
-def shipped() -> Bundle:
-    return load_bundle(SHIPPED_BUNDLE)
 
 
 @pytest.mark.parametrize("limit_bytes", [None, 3_000_000])

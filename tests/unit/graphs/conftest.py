@@ -1,0 +1,28 @@
+"""A small exported model for the tests of sessions, runner and profile."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from antiphon.bundle.manifest import Bundle, load_bundle
+from tests.parity.exports import shared_export
+
+LONGEST = 512
+# Heads of width 8, which the pool rounds up to 16, targets of up to three blocks, and no table that limits positions.
+TINY: dict[str, object] = dict(
+    d_model=16, num_heads=2, d_ff=16, positions="none", max_source_len=LONGEST, max_target_len=40
+)
+
+
+@pytest.fixture(scope="session")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    return shared_export(tmp_path_factory, "tiny", TINY, precisions=("float32",), explain=False)
+
+
+@pytest.fixture
+def own_bundle(bundle: Bundle, tmp_path: Path) -> Bundle:
+    """Return a copy, which a test may change."""
+    return load_bundle(shutil.copytree(bundle.path, tmp_path / "tiny"))
