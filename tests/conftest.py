@@ -6,6 +6,7 @@ import functools
 import importlib.util
 import os
 import signal
+import sys
 import sysconfig
 from pathlib import Path
 
@@ -31,15 +32,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 if "avx512_vnni" not in Path("/proc/cpuinfo").read_text(encoding="utf-8"):
     os.environ.setdefault("CT2_USE_MKL", "1")
 
-# At every export PyTorch reads the signatures of its 500 translations from their source, a third of the time that a
-# small model takes. They do not change, so a test process reads them once.
-if importlib.util.find_spec("onnxscript"):
-    from onnxscript.values import TracedOnnxFunction
-
-    read_signature = vars(TracedOnnxFunction)["function_ir"].fget
-    once = property(functools.cache(read_signature))
-    setattr(TracedOnnxFunction, "function_ir", once)  # noqa: B010 mypy refuses a property in an assignment
-
 
 def pytest_sessionstart() -> None:
     """Stop if a compiled module of the engine is older than its source, which would then not be tested."""
@@ -48,3 +40,17 @@ def pytest_sessionstart() -> None:
         source = compiled.with_name(compiled.name.split(".")[0] + ".py")
         if not source.exists() or source.stat().st_mtime > compiled.stat().st_mtime:
             pytest.exit(f"{compiled.relative_to(engine.parent.parent)} is older than its source: make stubs", 2)
+
+
+def pytest_collection_finish() -> None:
+    """Let a test process read the signatures of PyTorch's 500 translations to ONNX once.
+
+    Every export reads them from their source, a third of the time that a small model takes. They do not change.
+    """
+    if "torch" not in sys.modules or not importlib.util.find_spec("onnxscript"):
+        return  # most unit tests export nothing, and need not wait for these imports
+    from onnxscript.values import TracedOnnxFunction
+
+    read_signature = vars(TracedOnnxFunction)["function_ir"].fget
+    once = property(functools.cache(read_signature))
+    setattr(TracedOnnxFunction, "function_ir", once)  # noqa: B010 mypy refuses a property in an assignment
