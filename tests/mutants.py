@@ -2,7 +2,7 @@
 
     python -m tests.mutants [--sample 40] [--seed 1] [--json FILE] [AREA...]
 
-Needs cosmic-ray (`make mutants` installs it). Works on copies of the checkout, never in it, without the compiled engine.
+Needs cosmic-ray (`make mutants` installs it). Works on copies of the checkout without its compiled engine, never in it.
 A sample of each area is drawn by its seed, so that two versions of the tests can be compared on the same code.
 """
 
@@ -24,11 +24,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 UNIT = "tests/unit"
+SCHEDULER = ("scheduler", "admission", "request_queue", "fair_queue", "row_budget", "kv_cache")
 # Modules of an area, and the tests that must notice a change in it, those that are likeliest to notice first.
 AREAS = {
     "engine": (["engine"], ["engine", "scheduling", "sampling"]),
     "scheduler": (
-        [f"engine/{name}.py" for name in ("scheduler", "admission", "request_queue", "fair_queue", "row_budget", "kv_cache")],
+        [f"engine/{name}.py" for name in SCHEDULER],
         ["scheduling", "engine"],
     ),
     "sampling": (

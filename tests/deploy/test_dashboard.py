@@ -15,7 +15,10 @@ from deploy.dashboards.dashboard import rendered
 from tests.deploy.dashboard import FILE, committed, expressions, panels
 from tests.deploy.scraping import PACKAGE
 from tests.deploy.tools import ROOT, tool
+from tests.marks import programs
 from tests.unit.observability.test_metric_docs import documented
+
+pytestmark = programs
 
 RULES = ROOT / "deploy" / "alerts" / "rules"
 # Metrics that are neither on the dashboard nor in a rule, with the reasons.

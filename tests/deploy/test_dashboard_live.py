@@ -15,6 +15,9 @@ from tests.deploy.busy import LENGTHS, busy
 from tests.deploy.dashboard import Expression, expressions, of_panel, panels
 from tests.deploy.scraping import Prometheus, prometheus
 from tests.integration.process import ServerProcess
+from tests.marks import programs
+
+pytestmark = programs
 
 T2 = "T²: attention workspace"
 

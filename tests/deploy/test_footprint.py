@@ -13,6 +13,9 @@ from antiphon.server.settings import SHIPPED_BUNDLE
 from antiphon.tools.capacity.size_report import SCRAPE_BYTES, SCRAPE_SAMPLES
 from tests.deploy.full_server import MIB, fill, peak_bytes
 from tests.integration.process import PATIENCE_S, ServerProcess
+from tests.marks import programs
+
+pytestmark = programs
 
 # One client can fill three quarters of the queue.
 WAITING = 700

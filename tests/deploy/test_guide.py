@@ -10,6 +10,9 @@ import yaml
 
 from antiphon.cli.main import main
 from tests.deploy.manifests import DEPLOY, Manifest, kustomize, load, of_kind, pods, settings
+from tests.marks import programs
+
+pytestmark = programs
 
 GUIDE = DEPLOY.parent / "docs" / "DEPLOY.md"
 BLOCK = re.compile(r"```yaml\n(.*?)```", re.S)

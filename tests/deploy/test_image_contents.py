@@ -14,6 +14,9 @@ import pytest
 from antiphon.client import Client
 from tests.deploy.tools import ROOT
 from tests.integration import process
+from tests.marks import programs
+
+pytestmark = programs
 
 PRUNED = (ROOT / "deploy" / "prune.txt").read_text().split()
 # Runs in place of `-m antiphon.cli`: an import of one of the names raises ModuleNotFoundError.

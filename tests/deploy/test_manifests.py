@@ -20,6 +20,9 @@ from tests.deploy.manifests import (
     settings,
 )
 from tests.deploy.tools import ROOT
+from tests.marks import programs
+
+pytestmark = programs
 
 # Clients can read complete answers for 5 s after the grace (docs/RELIABILITY.md), and then the process closes.
 CLOSING_S = 15

@@ -25,6 +25,9 @@ from tests.deploy.manifests import (
     rendered,
 )
 from tests.deploy.tools import tool
+from tests.marks import programs
+
+pytestmark = programs
 
 KUBERNETES = "1.33"
 

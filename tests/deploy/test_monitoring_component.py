@@ -11,6 +11,9 @@ import yaml
 from tests.deploy.dashboard import FILE
 from tests.deploy.manifests import kustomize
 from tests.deploy.tools import ROOT
+from tests.marks import programs
+
+pytestmark = programs
 
 OVERLAYS = ("monitoring", "production")
 # A Namespace has no namespace.

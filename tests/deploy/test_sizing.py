@@ -21,6 +21,9 @@ from antiphon.server.workers.division import suggested_workers
 from tests.deploy.manifests import kubectl
 from tests.deploy.tools import ROOT
 from tests.manifests import edit_manifest
+from tests.marks import programs
+
+pytestmark = programs
 
 COMPONENT = ROOT / "deploy" / "components" / "cpu" / "kustomization.yaml"
 

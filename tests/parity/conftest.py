@@ -10,6 +10,7 @@ from torch.onnx._internal.exporter._registration import ONNXRegistry
 
 from antiphon.bundle.manifest import Bundle
 from antiphon.checkpoints.checkpoint import Checkpoint
+from tests.marks import combinations, mostly
 from tests.parity.exports import shared_export, small_config, write_checkpoint
 
 VARIANTS: dict[str, dict[str, object]] = {
@@ -60,7 +61,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     return shared_export(tmp_path_factory, "paper")
 
 
-@pytest.fixture(scope="session", params=list(VARIANTS))
+@pytest.fixture(scope="session", params=mostly(combinations, VARIANTS, but=["t5"]))
 def variant(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     """Export each variant; a variant also covers the other options of its family."""
     return shared_export(tmp_path_factory, request.param, VARIANTS[request.param])

@@ -27,6 +27,7 @@ from antiphon.transformer.positions import rotary_tables
 from antiphon.transformer.transformer import Transformer
 from antiphon.v1 import inference_pb2 as pb
 from tests.bundle_serving import serving_bundle
+from tests.marks import combinations, mostly
 from tests.parity import decoder_checkpoints, encoder_checkpoints, seq2seq_checkpoints
 from tests.parity.answers_together import one_torch_thread
 from tests.parity.exports import small_config, write_checkpoint
@@ -77,14 +78,14 @@ def imported(folder: Path, auto: Any) -> Imported:
     return Imported(theirs=theirs, folder=folder / "theirs", bundle=import_checkpoint(options))
 
 
-@pytest.fixture(scope="module", params=SEQ2SEQ)
+@pytest.fixture(scope="module", params=mostly(combinations, SEQ2SEQ, but=["t5"]))
 def seq2seq(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Imported:
     folder = tmp_path_factory.mktemp(request.param)
     seq2seq_checkpoints.save(folder / "theirs", request.param)
     return imported(folder, transformers.AutoModelForSeq2SeqLM)
 
 
-@pytest.fixture(scope="module", params=list(ENCODERS))
+@pytest.fixture(scope="module", params=mostly(combinations, ENCODERS, but=["bert"]))
 def encoder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Imported:
     folder, (kind, settings) = tmp_path_factory.mktemp(request.param), ENCODERS[request.param]
     config = getattr(transformers, kind).config_class(**settings)
@@ -92,7 +93,7 @@ def encoder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return imported(folder, transformers.AutoModelForMaskedLM)
 
 
-@pytest.fixture(scope="module", params=DECODERS)
+@pytest.fixture(scope="module", params=mostly(combinations, DECODERS, but=["gpt2"]))
 def decoder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Imported:
     folder = tmp_path_factory.mktemp(request.param)
     decoder_checkpoints.write_decoder(folder / "theirs", request.param)
@@ -313,6 +314,7 @@ async def test_learned_positions_are_unimplemented_when_the_bundle_has_no_tables
     assert caught.value.code is grpc.StatusCode.UNIMPLEMENTED
 
 
+@combinations
 async def test_positions_of_alibi_equal_those_of_bloom(tmp_path: Path) -> None:
     config = small_config(positions="alibi", architecture="decoder", encoder_layers=0)
     bundle = export_bundle(
@@ -326,6 +328,7 @@ async def test_positions_of_alibi_equal_those_of_bloom(tmp_path: Path) -> None:
     check_biases(found[DECODER, "POSITION_KIND_ALIBI"], biases)
 
 
+@combinations
 async def test_sinusoids_equal_those_of_pytorch_without_tables_in_the_bundle(tmp_path: Path) -> None:
     """Bundles of earlier versions have no tables of positions; sinusoids need none."""
     config = small_config(positions="sinusoidal", architecture="encoder-decoder", encoder_layers=1)

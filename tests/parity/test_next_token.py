@@ -24,6 +24,7 @@ from antiphon.ops.logits_warpers import invert
 from antiphon.ops.sampling import uniform_at
 from antiphon.v1 import inference_pb2 as pb
 from tests.bundle_serving import serving_bundle
+from tests.marks import combinations, mostly
 from tests.parity.answers_together import one_torch_thread
 from tests.parity.decoder_checkpoints import write_decoder
 from tests.parity.seq2seq_checkpoints import save
@@ -65,7 +66,7 @@ class Imported:
     logits_of: Callable[[Sequence[int]], Tensor]
 
 
-@pytest.fixture(scope="module", params=["t5", "gpt2"])
+@pytest.fixture(scope="module", params=mostly(combinations, ["t5", "gpt2"], but=["t5"]))
 def imported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Imported:
     folder = tmp_path_factory.mktemp(request.param)
     if request.param == "gpt2":
@@ -169,7 +170,7 @@ class Model:
     sources: Sequence[Any]
 
 
-@pytest.fixture(params=["shipped_int8", "float32", "int8", "decoder_only"])
+@pytest.fixture(params=mostly(combinations, ["shipped_int8", "float32", "int8", "decoder_only"], but=["shipped_int8"]))
 async def model(request: pytest.FixtureRequest) -> AsyncIterator[Model]:
     path, settings = SHIPPED, {}
     if request.param == "decoder_only":

@@ -12,6 +12,7 @@ from playwright.sync_api import expect
 
 from antiphon.client import Client, Options
 from tests.integration.process import ServerProcess, num_submitted
+from tests.marks import pages
 from tests.play.browser import ROOT, Watched
 from tests.play.play_process import PlayProcess
 
@@ -33,6 +34,7 @@ HOSTILE_LINE = json.dumps(
 )
 
 
+@pages
 def test_text_of_a_model_is_never_interpreted_as_html(play: PlayProcess, open_page: Open) -> None:
     page = open_page(play.url).page
     answer = dict(status=200, content_type="application/x-ndjson", body=HOSTILE_LINE + "\n")
@@ -46,6 +48,7 @@ def test_text_of_a_model_is_never_interpreted_as_html(play: PlayProcess, open_pa
     assert page.locator("main img, main script").count() == 0
 
 
+@pages
 @pytest.mark.parametrize("view", VIEWS)
 def test_typed_markup_right_to_left_text_and_emoji_are_shown_as_text(
     play: PlayProcess, open_page: Open, view: str
@@ -64,6 +67,7 @@ def test_typed_markup_right_to_left_text_and_emoji_are_shown_as_text(
     assert "owned" not in page.title()
 
 
+@pages
 def test_text_of_100_000_characters_is_refused_in_words(play: PlayProcess, open_page: Open) -> None:
     page = open_page(play.url).page
     page.get_by_label("Text", exact=True).fill("wörter " * 14_286)
@@ -96,6 +100,7 @@ def test_requests_of_others_are_refused_before_the_model_is_asked(
     assert num_submitted(server.metrics()) == before
 
 
+@pages
 def test_answers_allow_no_other_origin_and_no_foreign_code(play: PlayProcess) -> None:
     for method, path in (("GET", "/"), ("GET", "/app.js"), ("GET", "/api/models"), ("OPTIONS", "/api/generate")):
         _, headers, _ = play.request(method, path)
@@ -112,6 +117,7 @@ def test_body_beyond_the_limit_is_refused_unread(play: PlayProcess) -> None:
     assert status == 413, answer
 
 
+@pages
 @pytest.mark.parametrize(
     ("path", "body", "field"),
     [
@@ -133,6 +139,7 @@ def test_wrong_bodies_are_refused_with_the_name_of_the_field(
     assert json.loads(answer.splitlines()[-1])["error"]["field"] == field
 
 
+@pages
 @pytest.mark.parametrize("path", ["/../pyproject.toml", "/%2e%2e/app.py", "//etc/passwd", "/static/app.js", "/app.py"])
 def test_files_outside_the_page_are_not_served(play: PlayProcess, path: str) -> None:
     assert play.request("GET", path)[0] == 404
@@ -173,6 +180,7 @@ USES = """async ([url, mode, type]) => {
 }"""
 
 
+@pages
 @pytest.mark.parametrize(
     ("mode", "content_type"), [("cors", "application/json"), ("cors", "text/plain"), ("no-cors", "text/plain")]
 )
@@ -186,6 +194,7 @@ def test_page_of_another_site_cannot_use_the_server(
     assert num_submitted(server.metrics()) == before
 
 
+@pages
 def test_page_cannot_be_embedded_by_another_site(play: PlayProcess, open_page: Open, other_site: str) -> None:
     watched = open_page(other_site)
     watched.expected += ["frame", "Refused", "violates"]
@@ -198,12 +207,14 @@ def test_page_cannot_be_embedded_by_another_site(play: PlayProcess, open_page: O
     assert page.frames[-1].locator(".brand").count() == 0
 
 
+@pages
 def test_vendored_files_have_their_licences() -> None:
     vendored = ROOT / "service" / "antiphon" / "play" / "static" / "vendor"
     for licence in ("lit-html.LICENSE", "inter.LICENSE"):
         assert "Copyright" in (vendored / licence).read_text(encoding="utf-8")
 
 
+@pages
 def test_seed_beyond_the_numbers_of_javascript_is_exact(play: PlayProcess, client: Client) -> None:
     seed = 2**64 - 1
     body = json.dumps({"text": "How are you?", "options": {"temperature": 1.0, "seed": str(seed)}}).encode()

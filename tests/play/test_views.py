@@ -16,6 +16,7 @@ from antiphon.text.format import TextFormat
 from tests.busy import repeated
 from tests.fakes import EOS_ID
 from tests.integration.process import ServerProcess, is_idle
+from tests.marks import pages
 from tests.play.browser import Watched
 from tests.play.play_process import Addresses, PlayProcess
 from tests.reliability.background import Background
@@ -56,6 +57,7 @@ def test_translate_shows_the_answer_and_the_probability_of_each_token(
     assert shown == pytest.approx(of_text, abs=1e-6)
 
 
+@pages
 def test_sources_of_the_shipped_model_are_listed_when_they_are_asked_for(play: PlayProcess, open_page: Open) -> None:
     page = open_page(play.url).page
     provenance = load_bundle(SHIPPED_BUNDLE).manifest.provenance
@@ -69,6 +71,7 @@ def test_sources_of_the_shipped_model_are_listed_when_they_are_asked_for(play: P
     assert listed.all_text_contents() == expected
 
 
+@pages
 def test_translate_shows_the_alternatives_of_a_chosen_token(play: PlayProcess, client: Client, open_page: Open) -> None:
     page = open_page(play.url).page
     type_text(page, TEXT)
@@ -81,6 +84,7 @@ def test_translate_shows_the_alternatives_of_a_chosen_token(play: PlayProcess, c
     assert shown == [token_id for token_id, _ in expected.logprobs[1].alternatives]
 
 
+@pages
 def test_translate_continues_from_a_chosen_alternative_as_the_same_request_with_that_prefix(
     play: PlayProcess, client: Client, open_page: Open
 ) -> None:
@@ -98,6 +102,7 @@ def test_translate_continues_from_a_chosen_alternative_as_the_same_request_with_
     assert ids == [*prefix_ids, *continued.token_ids]
 
 
+@pages
 def test_translate_shows_the_best_outputs_of_a_beam_search(play: PlayProcess, client: Client, open_page: Open) -> None:
     page = open_page(play.url).page
     type_text(page, TEXT)
@@ -107,6 +112,7 @@ def test_translate_shows_the_best_outputs_of_a_beam_search(play: PlayProcess, cl
     expect(page.locator(".outputs li span:first-child")).to_have_text([one.text for one in expected])
 
 
+@pages
 def test_translate_asks_for_the_alternatives_of_a_beam_search_when_a_token_is_opened(
     play: PlayProcess, client: Client, open_page: Open
 ) -> None:
@@ -122,6 +128,7 @@ def test_translate_asks_for_the_alternatives_of_a_beam_search_when_a_token_is_op
     assert [int(one.get_attribute("data-id") or "-1") for one in rows.all()] == list(expected.token_ids[:8])
 
 
+@pages
 def test_translate_shows_the_cost_that_the_server_reports(play: PlayProcess, client: Client, open_page: Open) -> None:
     page = open_page(play.url).page
     type_text(page, TEXT)
@@ -131,6 +138,7 @@ def test_translate_shows_the_cost_that_the_server_reports(play: PlayProcess, cli
     expect(figures.filter(has_text="Cache blocks")).to_contain_text(str(usage.cache_blocks))
 
 
+@pages
 def test_typing_quickly_leaves_no_work_on_the_server(play: PlayProcess, server: ServerProcess, open_page: Open) -> None:
     page = open_page(play.url).page
     box = page.get_by_label("Text", exact=True)
@@ -155,6 +163,7 @@ def stage_cells(page: Page, stage: str) -> list[float]:
     return [float(one.get_attribute("data-logprob") or "-inf") for one in cells]
 
 
+@pages
 def test_sampling_bars_equal_the_log_probabilities_of_the_server_after_every_stage(
     play: PlayProcess, client: Client, open_page: Open
 ) -> None:
@@ -175,6 +184,7 @@ def test_sampling_bars_equal_the_log_probabilities_of_the_server_after_every_sta
     assert [float(width.removesuffix("%")) / 100 for width in widths] == pytest.approx(shares, abs=1e-4)
 
 
+@pages
 def test_sampling_walks_along_the_target_token_by_token(play: PlayProcess, client: Client, open_page: Open) -> None:
     page = open_page(f"{play.url}/#/sampling").page
     type_text(page, TEXT)
@@ -189,6 +199,7 @@ def test_sampling_walks_along_the_target_token_by_token(play: PlayProcess, clien
     expect(rows.first).to_have_attribute("data-id", str(first.token_ids[0]))
 
 
+@pages
 def test_samples_of_a_seed_equal_those_of_the_server_and_repeat(
     play: PlayProcess, client: Client, open_page: Open
 ) -> None:
@@ -218,6 +229,7 @@ SHOWS_WEIGHTS = """
 """
 
 
+@pages
 @pytest.mark.parametrize(
     ("model", "stack", "field"),
     [("en-de", "Cross", "cross"), ("en-de", "Encoder", "encoder_self"), ("bert", None, "encoder_self"),
@@ -252,6 +264,7 @@ SHOWS_TABLES = """
 """
 
 
+@pages
 def test_attention_shows_the_positions_of_each_part(play: PlayProcess, client: Client, open_page: Open) -> None:
     page = open_page(f"{play.url}/#/attention").page
     shown: list[list[int]] = []
@@ -264,6 +277,7 @@ def test_attention_shows_the_positions_of_each_part(play: PlayProcess, client: C
         shown = sizes
 
 
+@pages
 def test_beams_draw_the_tree_that_the_server_searched(play: PlayProcess, client: Client, open_page: Open) -> None:
     page = open_page(f"{play.url}/#/beams").page
     type_text(page, TEXT)
@@ -279,6 +293,7 @@ def test_beams_draw_the_tree_that_the_server_searched(play: PlayProcess, client:
     assert float(best.get_attribute("data-score") or "nan") == pytest.approx(outputs[0].score)
 
 
+@pages
 def test_beams_grow_step_by_step(play: PlayProcess, client: Client, open_page: Open) -> None:
     page = open_page(f"{play.url}/#/beams").page
     type_text(page, TEXT)
@@ -292,6 +307,7 @@ def test_beams_grow_step_by_step(play: PlayProcess, client: Client, open_page: O
     expect(page.locator("g.node[data-step='2']").first).to_be_visible()
 
 
+@pages
 def test_memory_shows_the_workspace_that_the_metrics_report(
     play: PlayProcess, server: ServerProcess, open_page: Open
 ) -> None:
@@ -318,6 +334,7 @@ def test_memory_shows_the_workspace_that_the_metrics_report(
     expect(page.locator("svg.chart circle")).to_have_count(len(lengths))
 
 
+@pages
 def test_memory_says_what_attention_would_need(play: PlayProcess, open_page: Open) -> None:
     page = open_page(f"{play.url}/#/memory").page
     for log2_length, matrix, layer in (
@@ -334,6 +351,7 @@ def test_memory_says_what_attention_would_need(play: PlayProcess, open_page: Ope
     expect(laptop).to_contain_text("23,170")  # the square root of 16 GiB by 8 heads and 4 bytes
 
 
+@pages
 def test_memory_colours_the_blocks_of_running_requests(play: PlayProcess, client: Client, open_page: Open) -> None:
     page = open_page(f"{play.url}/#/memory").page
     pool = page.locator("canvas.pool")
@@ -356,6 +374,7 @@ HAS_COLOUR = """() => {
 }"""
 
 
+@pages
 def test_read_classifies_tags_and_fills_as_the_server_does(play: PlayProcess, client: Client, open_page: Open) -> None:
     page = open_page(f"{play.url}/#/read").page
     choose_model(page, "bert")
@@ -381,12 +400,14 @@ def test_read_classifies_tags_and_fills_as_the_server_does(play: PlayProcess, cl
     expect(page.locator(".bars .piece").first).to_contain_text(filled.fillings[0].text.strip())
 
 
+@pages
 def test_views_of_generation_name_the_models_that_they_need(play: PlayProcess, open_page: Open) -> None:
     page = open_page(play.url).page
     choose_model(page, "bert")
     expect(page.get_by_role("status").filter(has_text="bert is an encoder model")).to_be_visible()
 
 
+@pages
 def test_chosen_languages_reach_the_model(open_page: Open) -> None:
     languages = {"en": 270, "de": 271, "fr": 272}
     text = TextFormat(

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 from antiphon.server.settings import SHIPPED_BUNDLE
 from tests.integration.process import ServerProcess
+from tests.marks import hardship
 from tests.reliability.endurance import Plan, complaints, endure
 from tests.reliability.sizes import size
+
+pytestmark = hardship
 
 
 async def test_mixed_traffic_leaves_no_resources_behind() -> None:

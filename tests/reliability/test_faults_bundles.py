@@ -12,7 +12,10 @@ from antiphon.bundle.manifest import MANIFEST_NAME, load_bundle
 from antiphon.errors import BundleError
 from antiphon.server.settings import SHIPPED_BUNDLE
 from tests.integration.process import antiphon
+from tests.marks import hardship
 from tests.reliability.sizes import size
+
+pytestmark = hardship
 
 NAMES = sorted(load_bundle(SHIPPED_BUNDLE).manifest.files)
 NUM_DAMAGES = size("DAMAGES", 4)

@@ -14,10 +14,13 @@ import pytest
 from antiphon.client import AsyncClient
 from antiphon.server.settings import SHIPPED_BUNDLE
 from tests.integration.process import PATIENCE_S, ServerProcess, environment, is_idle
+from tests.marks import hardship
 from tests.reliability.asking import LONG, Heard, streamed
 from tests.reliability.footprint import Footprint, settled, steady
 from tests.reliability.sizes import size
 from tests.reliability.stalling_proxy import StallingProxy
+
+pytestmark = hardship
 
 NUM_KILLED = size("KILLED_CLIENTS", 2)
 STREAMS_EACH = 8

@@ -11,7 +11,10 @@ from collections.abc import Iterator
 from antiphon.client import Client
 from antiphon.server.settings import SHIPPED_BUNDLE
 from tests.integration.process import PATIENCE_S, ServerProcess
+from tests.marks import hardship
 from tests.reliability.footprint import cpu_s
+
+pytestmark = hardship
 
 MAX_FILES = 120
 # Maximum share of one core of an idle server, over this time: a busy loop uses a whole core.

@@ -14,8 +14,11 @@ import pytest
 from antiphon.bundle.manifest import load_bundle
 from antiphon.cli import main as cli
 from tests.disks import disk_of
+from tests.marks import hardship
 from tests.parity.seq2seq_checkpoints import save
 from tests.reliability.sizes import size
+
+pytestmark = hardship
 
 # Shares of the new bundle that fit on the disk beside the old one, or limits of file sizes.
 SHARES = [0.5, 0.02, 0.3, 0.9][: size("DISK_SHARES", 1)]

@@ -12,6 +12,7 @@ import pytest
 
 from antiphon.server.settings import SHIPPED_BUNDLE
 from tests.integration.process import PATIENCE_S, ServerProcess, environment
+from tests.marks import hardship
 from tests.reliability.footprint import Footprint, settled, steady
 from tests.reliability.lossy_link import LossyLink, why_not
 from tests.reliability.sizes import size
@@ -19,7 +20,7 @@ from tests.reliability.summary import report
 
 NUM_CALLS = size("FAULT_CALLS", 60)
 LOSS = 0.05
-pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+pytestmark = [hardship, pytest.mark.skipif(why_not() is not None, reason=str(why_not()))]
 
 
 @pytest.fixture

@@ -12,9 +12,12 @@ from antiphon.client import AsyncClient, Connection, ServerError
 from antiphon.client.connection import RetryPolicy
 from antiphon.server.settings import SHIPPED_BUNDLE
 from tests.integration.process import ServerProcess
+from tests.marks import hardship
 from tests.reliability.asking import LASTING, Heard, Texts, references, streamed, whole
 from tests.reliability.sizes import size
 from tests.reliability.summary import report
+
+pytestmark = hardship
 
 NUM_CALLS = size("FAULT_CALLS", 60) * 2
 FEW_ROWS = ["--max-num-seqs", "8", "--max-queue-time-s", "3600"]  # most calls wait in the queue

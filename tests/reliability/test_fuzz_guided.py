@@ -9,15 +9,19 @@ import sys
 import pytest
 
 from tests.integration.process import environment
+from tests.marks import hardship
 from tests.reliability.fuzz_targets import TARGETS
 from tests.reliability.sizes import size
 
 SECONDS = size("FUZZ_S", 0)
 RUNS = 300
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("atheris") is None, reason="Atheris is not published for this platform"
-)
+pytestmark = [
+    hardship,
+    pytest.mark.skipif(
+        importlib.util.find_spec("atheris") is None, reason="Atheris is not published for this platform"
+    ),
+]
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -7,7 +7,10 @@ import grpc.aio
 import pytest
 
 from antiphon.v1 import inference_pb2 as pb
+from tests.marks import hardship
 from tests.serving import asking_whole, serving, stub_of
+
+pytestmark = hardship
 
 MAX_BYTES = 1024
 # Tag and length of a text with this number of bytes.

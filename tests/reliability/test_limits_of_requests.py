@@ -14,6 +14,7 @@ from antiphon.text.tokenizer import Tokenizer
 from antiphon.v1 import inference_pb2 as pb
 from antiphon.v1.inference_pb2_grpc import InferenceServiceStub
 from tests.bundle_serving import serving_bundle
+from tests.marks import hardship
 from tests.reliability.answers import violation_of
 from tests.reliability.background import Background
 from tests.reliability.limits import (
@@ -27,6 +28,8 @@ from tests.reliability.limits import (
     VOCABULARY,
     text_of,
 )
+
+pytestmark = hardship
 
 # Requests of GenerateMany are those of Generate.
 METHODS = {

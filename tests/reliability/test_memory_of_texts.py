@@ -16,7 +16,10 @@ from antiphon.v1 import inference_pb2 as pb
 from antiphon.v1.inference_pb2_grpc import InferenceServiceStub
 from tests.deploy.full_server import peak_bytes
 from tests.integration.process import ServerProcess
+from tests.marks import hardship
 from tests.reliability.footprint import Footprint, footprint, settled
+
+pytestmark = hardship
 
 if TYPE_CHECKING:
     from antiphon.v1.inference_pb2_grpc import InferenceServiceAsyncStub

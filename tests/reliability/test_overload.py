@@ -13,8 +13,11 @@ from antiphon.load.plan import Ask, Plan
 from antiphon.load.workload import EVERYDAY
 from antiphon.server.settings import SHIPPED_BUNDLE
 from tests.integration.process import ServerProcess, is_idle
+from tests.marks import hardship
 from tests.reliability.overload import REFUSED
 from tests.reliability.sizes import size
+
+pytestmark = hardship
 
 # Two rows, and a queue of two requests.
 SMALL = ["--max-num-seqs", "2", "--max-queued-requests", "2"]

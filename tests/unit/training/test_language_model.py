@@ -27,6 +27,9 @@ from antiphon.training.task import RunFolders
 from antiphon.training.trainer import Trainer
 from antiphon.transformer.random_model import random_transformer
 from tests.language_recipes import GROUP, MODEL, language_recipe, running_text, trained_language_model
+from tests.marks import training
+
+pytestmark = training
 
 torch.set_num_threads(1)  # arrays this small are slower with several threads
 
