@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from antiphon.bundle.manifest import Bundle, Lowering, Precision
+from antiphon.bundle.manifest import Bundle, Lowering, Precision, load_bundle
 from antiphon.export.export import export_bundle
 from antiphon.ops.cuda.driver import CudaDevice
 from tests.cuda.standin.device import StandIn
+from tests.kept_models import kept_model
 from tests.parity.exports import small_config, write_checkpoint
 
 # The smallest that has every kernel of an encoder-decoder, because the interpreter runs each program in milliseconds.
@@ -33,8 +34,8 @@ def device(standin: StandIn) -> CudaDevice:
 
 
 @pytest.fixture(scope="session")
-def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    return export_small(tmp_path_factory.mktemp("small"), {})
+def bundle() -> Bundle:
+    return load_bundle(kept_model("cuda-small", lambda folder: export_small(folder, {})) / "bundle")
 
 
 def export_small(

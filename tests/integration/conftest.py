@@ -12,6 +12,7 @@ from antiphon.architecture.config import preset
 from antiphon.bundle.manifest import Provenance
 from antiphon.text.tokenizer import Tokenizer, byte_bpe_format
 from tests.integration.process import ServerProcess
+from tests.kept_models import kept_model
 
 SENTENCES = [
     f"{who} {does} {what} {where}."
@@ -23,15 +24,18 @@ SENTENCES = [
 
 
 @pytest.fixture(scope="session")
-def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def bundle() -> Path:
     """Export a tiny model with long limits; its greedy answers have any requested length."""
+    return kept_model("tiny", _export) / "tiny"
+
+
+def _export(folder: Path) -> None:
     import torch
 
     from antiphon.checkpoints.checkpoint import Checkpoint
     from antiphon.export.export import export_bundle
     from antiphon.transformer.transformer import Transformer
 
-    folder = tmp_path_factory.mktemp("bundle")
     tokenizer = Tokenizer.train(SENTENCES, vocab_size=400)
     tokenizer.save(folder / "tokenizer.json")
     config = preset("tiny", vocab_size=tokenizer.vocab_size, max_source_len=256, max_target_len=2048)
@@ -49,7 +53,6 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the exporter's own
         export_bundle(checkpoint, folder / "tiny")
-    return folder / "tiny"
 
 
 @pytest.fixture(scope="module")

@@ -56,12 +56,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 
 
 @pytest.fixture(scope="session")
-def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+def bundle() -> Bundle:
     """Export `checkpoint` at both precisions."""
-    return shared_export(tmp_path_factory, "paper")
+    return shared_export("paper")
 
 
 @pytest.fixture(scope="session", params=mostly(combinations, VARIANTS, but=["t5"]))
-def variant(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+def variant(request: pytest.FixtureRequest) -> Bundle:
     """Export each variant; a variant also covers the other options of its family."""
-    return shared_export(tmp_path_factory, request.param, VARIANTS[request.param])
+    return shared_export(request.param, VARIANTS[request.param])

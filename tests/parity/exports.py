@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from antiphon.architecture.config import ModelConfig
 from antiphon.bundle.manifest import Bundle, Precision, load_bundle
@@ -17,6 +13,7 @@ from antiphon.export.bundle_model import NativeStepper
 from antiphon.export.export import export_bundle
 from antiphon.text.tokenizer import Tokenizer
 from antiphon.transformer.random_model import random_transformer
+from tests.kept_models import kept_model
 
 # 256 bytes, the special tokens and a few merges.
 VOCAB_SIZE = 272
@@ -45,18 +42,9 @@ def export_random(directory: Path, overrides: Mapping[str, object] | None = None
     return export_bundle(checkpoint, directory / "bundle", **options)
 
 
-def shared_export(
-    tmp_path_factory: pytest.TempPathFactory, name: str, overrides: Mapping[str, object] | None = None, **options: Any
-) -> Bundle:
-    """Return a random model that the first process of the run to need it exports; nobody may change its files."""
-    own = tmp_path_factory.getbasetemp()
-    shared = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / f"exported-{name}"
-    if not shared.exists():
-        made = tmp_path_factory.mktemp(name)
-        export_random(made, overrides, **options)
-        with contextlib.suppress(OSError):  # another process was faster
-            made.rename(shared)
-    return load_bundle(shared / "bundle")
+def shared_export(name: str, overrides: Mapping[str, object] | None = None, **options: Any) -> Bundle:
+    """Return a random model that the first process to need it exports; nobody may change its files."""
+    return load_bundle(kept_model(name, lambda folder: export_random(folder, overrides, **options)) / "bundle")
 
 
 def native_stepper(bundle: Bundle, precision: Precision, *, threads: int = 1) -> NativeStepper:

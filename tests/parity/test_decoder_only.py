@@ -33,7 +33,7 @@ from tests.marks import combinations, mostly
 from tests.parity.answers_together import answer, one_torch_thread
 from tests.parity.crowd import Crowd
 from tests.parity.decoder_checkpoints import write_decoder
-from tests.parity.exports import export_random
+from tests.parity.exports import shared_export
 
 DECODERS: dict[str, dict[str, object]] = {
     "gpt2": dict(positions="learned", activation="gelu_tanh", norm_placement="pre", scale_embeddings=False),
@@ -46,8 +46,8 @@ ALONE: dict[str, object] = dict(architecture="decoder", encoder_layers=0)
 
 
 @pytest.fixture(scope="module", params=mostly(combinations, DECODERS, but=["llama"]))
-def bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    return export_random(tmp_path_factory.mktemp(request.param), ALONE | DECODERS[request.param])
+def bundle(request: pytest.FixtureRequest) -> Bundle:
+    return shared_export(f"{request.param}-alone", ALONE | DECODERS[request.param])
 
 
 def test_decoder_only_model_is_exported_without_encoder_and_agrees_with_pytorch(bundle: Bundle) -> None:

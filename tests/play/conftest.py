@@ -20,9 +20,9 @@ expect.set_options(timeout=PATIENCE_S * 1000)
 
 
 @pytest.fixture(scope="session")
-def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def bundles() -> dict[str, Path]:
     """Bundles by the name under which they are served."""
-    return served_bundles(tmp_path_factory.mktemp("bundles"))
+    return served_bundles()
 
 
 @pytest.fixture(scope="session")

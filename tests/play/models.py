@@ -9,8 +9,9 @@ from antiphon.architecture.config import ModelConfig
 from antiphon.bundle.manifest import Provenance
 from antiphon.checkpoints.checkpoint import load_checkpoint, save_checkpoint, weights_of
 from antiphon.export.export import export_bundle
-from antiphon.text.tokenizer import MASK_TOKEN, Tokenizer, encoder_format
+from antiphon.text.tokenizer import encoder_format
 from antiphon.transformer.random_model import random_transformer
+from tests.kept_models import kept_model
 
 SHIPPED = Path(__file__).parents[2] / "model" / "antiphon" / "bundles" / "en-de"
 VOCAB_SIZE = 280
@@ -40,8 +41,12 @@ LONG = ModelConfig.model_validate(
 )
 
 
-def write_bundle(folder: Path, config: ModelConfig) -> Path:
-    """Export a model with random weights and return its bundle."""
+def write_bundle(name: str, config: ModelConfig) -> Path:
+    """Export a model with random weights and return its bundle. Equal names have equal configurations."""
+    return kept_model(f"play-{name}", lambda folder: _export(folder, config)) / "bundle"
+
+
+def _export(folder: Path, config: ModelConfig) -> None:
     tokenizer = Tokenizer.train(_TEXTS, config.vocab_size, extra_special=[MASK_TOKEN] if config.heads else [])
     save_checkpoint(
         folder / "checkpoint",
@@ -54,11 +59,10 @@ def write_bundle(folder: Path, config: ModelConfig) -> Path:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the exporter's own
         export_bundle(load_checkpoint(folder / "checkpoint"), folder / "bundle", precisions=("float32",))
-    return folder / "bundle"
 
 
-def served_bundles(folder: Path) -> dict[str, Path]:
+def served_bundles() -> dict[str, Path]:
     """Return a bundle of each architecture by its name for requests; the shipped one is the first."""
     models = {"bert": ENCODER, "gpt": DECODER}
-    written = {name: write_bundle(folder / name, config) for name, config in models.items()}
+    written = {name: write_bundle(name, config) for name, config in models.items()}
     return {"en-de": SHIPPED, **written}

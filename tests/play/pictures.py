@@ -11,7 +11,6 @@ import contextlib
 import re
 import statistics
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -121,17 +120,16 @@ def _first_paints(browser: Browser, url: str, count: int = 10) -> list[float]:
 def main() -> int:
     """Write the pictures and print the times."""
     FOLDER.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory() as scratch:
-        names = [word for name, path in served_bundles(Path(scratch)).items() for word in ("--model", f"{name}={path}")]
-        with (
-            ServerProcess(None, [*names, "--admin-port", "0"]) as server,
-            PlayProcess(server) as play,
-            Client(server.target) as client,
-            open_browser() as browser,
-        ):
-            for path in take_pictures(browser, play.url, client, FOLDER):
-                print(path.relative_to(ROOT))
-            times = _first_paints(browser, play.url)
+    names = [word for name, path in served_bundles().items() for word in ("--model", f"{name}={path}")]
+    with (
+        ServerProcess(None, [*names, "--admin-port", "0"]) as server,
+        PlayProcess(server) as play,
+        Client(server.target) as client,
+        open_browser() as browser,
+    ):
+        for path in take_pictures(browser, play.url, client, FOLDER):
+            print(path.relative_to(ROOT))
+        times = _first_paints(browser, play.url)
     print(f"first paint: median {statistics.median(times):.0f} ms, {min(times):.0f} to {max(times):.0f} ms")
     return 0
 

@@ -27,8 +27,8 @@ FAILED_LOAD = "Failed to load resource"
 
 
 @pytest.fixture(scope="module")
-def long_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_bundle(tmp_path_factory.mktemp("long"), LONG)
+def long_bundle() -> Path:
+    return write_bundle("long", LONG)
 
 
 @pytest.fixture

@@ -18,8 +18,8 @@ TINY: dict[str, object] = dict(
 
 
 @pytest.fixture(scope="session")
-def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    return shared_export(tmp_path_factory, "tiny", TINY, precisions=("float32",), explain=False)
+def bundle() -> Bundle:
+    return shared_export("tiny-graphs", TINY, precisions=("float32",), explain=False)
 
 
 @pytest.fixture
