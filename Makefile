@@ -10,6 +10,7 @@ BIN := $(VENV)/bin
 pip = $(1)/bin/python -m pip --disable-pip-version-check --quiet --quiet
 PIP := $(call pip,$(VENV))
 UV_VERSION := 0.13.8
+COSMIC_RAY_VERSION := 8.7.0
 # Published clients of other protocols, which need other versions of packages than .venv has.
 OIP_CLIENTS := .venv-oip-clients
 # Programs that check and run the files of deploy/: Python packages, and unpacked Debian packages.
@@ -51,7 +52,7 @@ endif
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup serve play play-pictures watch test test-all test-cuda test-pythons cuda-tools kernels gpu-bench oip-clients deploy-tools browser soak sanitize reliability crowd endurance abuse \
+.PHONY: help setup serve play play-pictures watch test test-all test-cuda test-pythons cuda-tools kernels gpu-bench oip-clients deploy-tools browser soak mutants sanitize reliability crowd endurance abuse \
 	overload faults balancing balancing-bench fuzz lint warnings layout stubs wheel image image-base image-check alerts-check lock clean
 
 help: ## Show this list.
@@ -111,6 +112,11 @@ play-pictures: $(VENV)/.test-tools browser ## Write the pictures of docs/PLAY.md
 
 soak: $(VENV)/.test-tools ## Compare requests alone and in random batches. ROUNDS=1000 sets the number of batches.
 	@ANTIPHON_IDENTITY_ROUNDS=$(or $(ROUNDS),200) $(BIN)/python -m pytest tests/parity/test_identity.py $(ARGS)
+
+mutants: $(VENV)/.test-tools ## Change single places of engine, scheduler, sampling and protocols: do unit tests notice? ARGS="--sample 40 engine"
+	@[ -x build/cosmic-ray/bin/cosmic-ray ] || { $(BIN)/python -m venv build/cosmic-ray && \
+		$(call pip,build/cosmic-ray) install cosmic-ray==$(COSMIC_RAY_VERSION); }
+	@$(BIN)/python -m tests.mutants $(ARGS)
 
 sanitize: $(VENV)/.test-tools ## Call the native operators at random under sanitizers. ROUNDS=1000 sets the calls of each.
 	@CXX="$(CXX)" ANTIPHON_SANITIZE_ROUNDS=$(or $(ROUNDS),300) \

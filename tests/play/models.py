@@ -9,7 +9,7 @@ from antiphon.architecture.config import ModelConfig
 from antiphon.bundle.manifest import Provenance
 from antiphon.checkpoints.checkpoint import load_checkpoint, save_checkpoint, weights_of
 from antiphon.export.export import export_bundle
-from antiphon.text.tokenizer import encoder_format
+from antiphon.text.tokenizer import MASK_TOKEN, Tokenizer, encoder_format
 from antiphon.transformer.random_model import random_transformer
 from tests.kept_models import kept_model
 

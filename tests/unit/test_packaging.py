@@ -129,3 +129,23 @@ def test_onnxruntime_is_imported_in_one_place() -> None:
         if re.search(r"^\s*(import|from) onnxruntime\b", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
     }
     assert importing == {"model/antiphon/bundle/onnx_runtime.py"}
+
+
+def test_marks_that_make_test_leaves_out_are_explained_to_contributors_and_used() -> None:
+    declared = dict(
+        line.split(": ", 1)
+        for line in tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["pytest"][
+            "ini_options"
+        ]["markers"]
+    )
+    del declared["gpu"]  # skipped by itself
+    contributing = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    table = contributing.partition("| Mark | Tests |\n|---|---|\n")[2].partition("\n\n")[0]
+    assert dict(re.findall(r"^\| `(\w+)` \| (.+) \|$", table, re.M)) == declared
+    quick = re.search(r"^QUICK := not \((.*)\)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
+    assert quick is not None
+    assert set(quick[1].split(" or ")) == declared.keys()
+    tests = "".join(path.read_text(encoding="utf-8") for path in ROOT.glob("tests/**/test_*.py"))
+    assert [
+        mark for mark in declared if not re.search(rf"^(@|pytestmark = \[?|.*\bmostly\(){mark}\b", tests, re.M)
+    ] == []
