@@ -30,7 +30,7 @@ SERVICE_TESTS := $(addprefix tests/unit/,calls observability protocols security 
 JOBS ?= 2
 PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 # The marks of tests that only `make test-all` runs; pyproject.toml explains them.
-QUICK := not (combinations or training or programs or hardship or pages)
+REST := combinations or training or programs or hardship or pages
 # Compilers other than ours may warn of more: only tests and `make lint` take a warning for an error, and note that none is left.
 test test-all lint: STRICT := -Werror
 WARNED := $(VENV)/.no-warnings
@@ -70,10 +70,11 @@ watch: setup ## Serve, with Prometheus and alerts, without containers. ARGS="--p
 	@exec $(BIN)/python deploy/laptop/watch.py $(ARGS)
 
 test: lint oip-clients browser ## Run lint, types and the tests that tell within minutes whether all works. ARGS="-k scheduler": these, of all tests.
-	@$(TIMED) "pytest, without what only test-all runs" $(PYTEST) $(or $(ARGS),-m "$(QUICK)")
+	@$(TIMED) "pytest, without what only test-all runs" $(PYTEST) $(or $(ARGS),-m "not ($(REST))")
 
-test-all: lint oip-clients deploy-tools browser cuda-tools ## Run lint, types and all tests, with every Python that PATH has: CONTRIBUTING.md.
-	@$(TIMED) "pytest, all" $(PYTEST) $(ARGS)
+# What `make test` runs comes first, so that most failures show within minutes; then only the rest.
+test-all: test deploy-tools ## Run lint, types and all tests, with every Python that PATH has: CONTRIBUTING.md.
+	@$(TIMED) "pytest, what only test-all runs" $(PYTEST) $(or $(ARGS),-m "$(REST)")
 	@$(if $(ARGS),,$(MAKE) --no-print-directory test-pythons test-cuda)
 
 test-cuda: cuda-tools ## Test the operators for GPUs in Triton's interpreter, without a card. ARGS="-k sample"
