@@ -20,10 +20,15 @@ from tests.abuse.identities import Identities
 from tests.abuse.raw_connection import Address
 from tests.abuse.trial import attacked
 from tests.integration.process import ServerProcess
+from tests.marks import hardship, mostly
 from tests.reliability.asking import Texts
 
 # Connections before their first call are closed only by the handshake's time limit, which is far longer than this.
 SHORT = replace(SIZE, hold_s=0.3)
+ONE_OF_EACH_KIND = [
+    "window 0, unary", "headers only, streams", "rapid reset of whole calls", "large messages without their end",
+    "flood: PING", "body: gzip bomb", "connection storm", "held connections, silent",
+]  # fmt: skip
 # A server with TLS gets the same calls; a few of them show that TLS changes nothing.
 BEHIND_TLS = [*HANDSHAKES, "strangers", "window 0, unary", "headers only, unary", "rapid reset of whole calls"]
 
@@ -42,7 +47,7 @@ def size_of(name: str) -> Size:
     return SHORT if name in HANDSHAKES else SIZE
 
 
-@pytest.mark.parametrize("name", attacks(None))
+@pytest.mark.parametrize("name", mostly(hardship, attacks(None), but=ONE_OF_EACH_KIND))
 async def test_server_survives_an_attack_and_answers_honest_clients(
     server: ServerProcess, honest: Honest, name: str
 ) -> None:
@@ -50,6 +55,7 @@ async def test_server_survives_an_attack_and_answers_honest_clients(
     await check(server, honest, lambda: attack(address, size_of(name)))
 
 
+@hardship
 @pytest.mark.parametrize("name", BEHIND_TLS)
 async def test_server_with_tls_survives_an_attack_and_answers_honest_clients(
     secured: ServerProcess, honest_behind_tls: Honest, identities: Identities, name: str
@@ -58,6 +64,7 @@ async def test_server_with_tls_survives_an_attack_and_answers_honest_clients(
     await check(secured, honest_behind_tls, lambda: attack(address, size_of(name)))
 
 
+@hardship
 async def test_server_answers_connected_clients_when_its_descriptors_are_used_up(expected: dict[int, Texts]) -> None:
     """100 connections with a limit of 96 open files: connected clients are answered, others when idle ones are gone."""
     with ServerProcess(SHIPPED_BUNDLE, prefix=("prlimit", "--nofile=96:96")) as server:

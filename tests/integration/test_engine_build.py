@@ -12,10 +12,12 @@ from pathlib import Path
 import pytest
 
 import hatch_build
+from tests.marks import combinations
 
-pytestmark = pytest.mark.skipif(
-    not (Path(sysconfig.get_path("include")) / "Python.h").exists(), reason="no headers of Python"
-)
+pytestmark = [
+    combinations,
+    pytest.mark.skipif(not (Path(sysconfig.get_path("include")) / "Python.h").exists(), reason="no headers of Python"),
+]
 
 
 @pytest.fixture

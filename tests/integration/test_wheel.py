@@ -10,6 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.marks import combinations
+
+pytestmark = combinations
+
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE_ROOTS = ("protos", "service", "model")
 

@@ -22,6 +22,7 @@ from antiphon.export.bundle_model import run_native
 from antiphon.rpc.v1.options import own_defaults
 from antiphon.runtime.native import NativeRunner
 from tests.fakes import request_of
+from tests.marks import combinations
 from tests.parity.answers_together import answer
 from tests.parity.exports import native_stepper
 from tests.parity.seq2seq_checkpoints import CHECKPOINTS, save
@@ -146,6 +147,7 @@ def test_beam_ids_equal_those_of_transformers_with_the_settings_of_the_checkpoin
     assert answers(imported.bundle, imported.sources, params) == expected
 
 
+@combinations
 @pytest.mark.parametrize(
     ("name", "change", "options"),
     [
