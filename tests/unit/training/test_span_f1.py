@@ -6,7 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from antiphon.training.scores import Span, SpanScore, span_score, spans
-from tests.marks import combinations
 
 TAGS = ["O", "B-a", "I-a", "B-b", "I-b", "B-a-b", "I-a-b"]
 SENTENCE = st.lists(st.sampled_from(TAGS), max_size=9)
