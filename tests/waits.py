@@ -1,7 +1,8 @@
-"""Limits on calls that wait for their clients, for tests."""
+"""Limits on calls that wait for their clients, and waits for conditions that no event reports, for tests."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 
@@ -26,3 +27,12 @@ def client_waits(
     )
     noted = [] if given_up is None else given_up
     return ClientWaits(limits, lambda stage, cause: noted.append((stage, cause)), clock)
+
+
+async def comes_true(condition: Callable[[], object], patience_s: float = 60) -> None:
+    """Poll a condition that becomes true later, and that no event reports."""
+    async with asyncio.timeout(patience_s):
+        while True:
+            if condition():
+                return
+            await asyncio.sleep(0.01)
