@@ -5,8 +5,6 @@
 The results are a table and build/abuse/abuse.json. The exit code is 1 if a promise did not hold.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib
@@ -24,7 +22,7 @@ from tests.abuse.identities import Issuer
 from tests.abuse.raw_connection import Address
 from tests.abuse.streams import calls_that_are_read
 from tests.integration.process import ServerProcess
-from tests.reliability.summary import report
+from tests.reliability.sizes import report
 
 FOLDER = Path(__file__).parents[2] / "build" / "abuse"
 # 5 connections have 5,100 calls, more than max_concurrent_rpcs; the times are longer than the server's time limits.
@@ -32,7 +30,6 @@ SIZE = Size(connections=5, calls=1020, frames=20_000, storm=500, hold_s=60, unre
 
 
 def main() -> int:
-    """Parse the flags, run, and print the table and broken promises."""
     flags = _flags()
     with tempfile.TemporaryDirectory() as folder:
         issuer = Issuer(Path(folder)) if flags.tls else None

@@ -1,7 +1,5 @@
 """Calls that the server's metrics counted between two scrapes, compared with the sent calls."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping
@@ -31,7 +29,6 @@ def handled(metrics: Mapping[str, float]) -> dict[str, Counter[str]]:
 
 
 def in_flight(metrics: Mapping[str, float]) -> int:
-    """Return the number of calls that have begun and not ended."""
     return int(metrics[_IN_FLIGHT])
 
 

@@ -1,11 +1,11 @@
 """Interface of every attack: its size, and its report of the sent calls and frames."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+
+from h2.settings import SettingCodes
 
 from tests.abuse.calls import Call
 from tests.abuse.raw_connection import CLOSED, OPEN, Address, RawConnection
@@ -54,7 +54,6 @@ Attack = Callable[[Address, Size], Awaitable[Sent]]
 
 
 def total(reports: Iterable[Sent]) -> Sent:
-    """Add up the reports of the connections of one attack."""
     whole, partial, ends, breaches = Counter[str](), Counter[str](), Counter[str](), list[str]()
     for report in reports:
         whole += report.whole
@@ -64,9 +63,25 @@ def total(reports: Iterable[Sent]) -> Sent:
     return Sent(whole=whole, partial=partial, ends=ends, breaches=tuple(breaches))
 
 
+Play = Callable[[RawConnection, Size], Awaitable[Sent]]
+
+
 async def on_each(size: Size, attack_one: Callable[[], Awaitable[Sent]]) -> Sent:
     """Run a function concurrently for every connection."""
     return total(await asyncio.gather(*(attack_one() for _ in range(size.connections))))
+
+
+def played(play: Play, settings: Mapping[SettingCodes, int] | None = None, **options: bool) -> Attack:
+    """Return an attack that plays on each of its connections. options: of RawConnection.open."""
+
+    async def attack(address: Address, size: Size) -> Sent:
+        async def one() -> Sent:
+            async with await RawConnection.open(address, settings, **options) as connection:
+                return await play(connection, size)
+
+        return await on_each(size, one)
+
+    return attack
 
 
 async def ended(connection: RawConnection, method: str, size: Size, call: Call | None = None) -> Sent:

@@ -5,8 +5,6 @@
 Prints the report of the attack as JSON.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging
@@ -18,11 +16,27 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from tests.abuse.attack import Sent, Size
-from tests.abuse.attacks import attacks
+from tests.abuse.attack import Attack, Sent, Size
+from tests.abuse.bodies import BODIES
+from tests.abuse.floods import FLOODS
+from tests.abuse.handshakes import HANDSHAKES, strangers
 from tests.abuse.identities import Identities
 from tests.abuse.raw_connection import Address
+from tests.abuse.streams import STREAM_ATTACKS
 from tests.integration.process import environment
+
+
+def attacks(identities: Identities | None) -> dict[str, Attack]:
+    """Return the attacks on a server by name. identities: of a server with mutual TLS, for attacks with wrong ones."""
+    found = {
+        **STREAM_ATTACKS,
+        **{f"flood: {name}": attack for name, attack in FLOODS.items()},
+        **{f"body: {name}": attack for name, attack in BODIES.items()},
+        **HANDSHAKES,
+    }
+    if identities is not None:
+        found["strangers"] = strangers(identities.strangers)
+    return found
 
 
 async def attack_from_elsewhere(name: str, port: int, size: Size, identities: Identities | None) -> Sent:
@@ -45,7 +59,6 @@ def _as_sent(given: Mapping[str, Any]) -> Sent:
 
 
 def main() -> None:
-    """Run the attack given as JSON, and print its report."""
     order = json.loads(sys.argv[1])
     logging.getLogger("asyncio").setLevel(logging.ERROR)  # it logs a warning for every write to a closed connection
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -1,7 +1,5 @@
 """Messages that are too large, have a wrong length, or grow when they are decompressed."""
 
-from __future__ import annotations
-
 import gzip
 import random
 from collections import Counter
@@ -11,9 +9,9 @@ from functools import cache
 
 from hyperframe.frame import ContinuationFrame, HeadersFrame
 
-from tests.abuse.attack import Attack, Sent, Size, ended, on_each
+from tests.abuse.attack import Attack, Sent, Size, ended, played
 from tests.abuse.calls import UNARY
-from tests.abuse.raw_connection import MAX_FRAME_BYTES, Address, RawConnection, framed
+from tests.abuse.raw_connection import MAX_FRAME_BYTES, RawConnection, framed
 
 _GZIP = (("grpc-encoding", "gzip"),)
 _MIB = 2**20
@@ -37,19 +35,15 @@ class Body:
 def body_attack(body: Body) -> Attack:
     """Return an attack of calls with a body, one after the other on each connection, until the server ends it."""
 
-    async def attack(address: Address, size: Size) -> Sent:
-        async def one() -> Sent:
-            async with await RawConnection.open(address) as connection:
-                for _ in range(_NUM_CALLS):
-                    stream_id = connection.headers(UNARY.method, metadata=body.metadata)
-                    await connection.body(stream_id, body.make(), is_end=body.is_end)
-                await connection.flush()
-                sent = await ended(connection, UNARY.method, size)
-                return sent if body.may_be_answered else replace(sent, breaches=_answered(sent))
+    async def play(connection: RawConnection, size: Size) -> Sent:
+        for _ in range(_NUM_CALLS):
+            stream_id = connection.headers(UNARY.method, metadata=body.metadata)
+            await connection.body(stream_id, body.make(), is_end=body.is_end)
+        await connection.flush()
+        sent = await ended(connection, UNARY.method, size)
+        return sent if body.may_be_answered else replace(sent, breaches=_answered(sent))
 
-        return await on_each(size, one)
-
-    return attack
+    return played(play)
 
 
 def _answered(sent: Sent) -> tuple[str, ...]:
@@ -59,23 +53,18 @@ def _answered(sent: Sent) -> tuple[str, ...]:
 def metadata_too_large(*, has_message: bool, acknowledges: bool) -> Attack:
     """Return an attack of calls with 100 KB of metadata. acknowledges: whether it acknowledges server settings."""
 
-    async def attack(address: Address, size: Size) -> Sent:
-        async def one() -> Sent:
-            async with await RawConnection.open(address, answers=acknowledges) as connection:
-                await connection.greeted()
-                for _ in range(_NUM_CALLS):
-                    stream_id = _long_headers(connection)
-                    if has_message:
-                        connection.data(stream_id, framed(UNARY.message), is_end=True)
-                await connection.flush()
-                ends = await connection.ends(size.hold_s)
-                # gRPC itself refuses such a call before it reaches the server.
-                sent = Sent(partial=Counter({UNARY.method: _NUM_CALLS}), ends=ends)
-                return replace(sent, breaches=_answered(sent))
+    async def play(connection: RawConnection, size: Size) -> Sent:
+        await connection.greeted()
+        for _ in range(_NUM_CALLS):
+            stream_id = _long_headers(connection)
+            if has_message:
+                connection.data(stream_id, framed(UNARY.message), is_end=True)
+        await connection.flush()
+        # gRPC itself refuses such a call before it reaches the server.
+        sent = Sent(partial=Counter({UNARY.method: _NUM_CALLS}), ends=await connection.ends(size.hold_s))
+        return replace(sent, breaches=_answered(sent))
 
-        return await on_each(size, one)
-
-    return attack
+    return played(play, answers=acknowledges)
 
 
 def _long_headers(connection: RawConnection) -> int:

@@ -1,7 +1,5 @@
 """Calls of the attacks: methods of every service of the port, with small requests."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 

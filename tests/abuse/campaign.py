@@ -1,7 +1,5 @@
 """All attacks in random order on one server for a given time, with figures and broken promises at the end."""
 
-from __future__ import annotations
-
 import random
 import statistics
 import time
@@ -12,8 +10,7 @@ from typing import Any
 
 from antiphon.client import Connection
 from tests.abuse.attack import Size
-from tests.abuse.attacker import attack_from_elsewhere
-from tests.abuse.attacks import attacks
+from tests.abuse.attacker import attack_from_elsewhere, attacks
 from tests.abuse.honest import Honest
 from tests.abuse.identities import Identities
 from tests.abuse.trial import Outcome, attacked, sized_bytes
@@ -49,7 +46,6 @@ class Row:
     complaints: list[str] = field(default_factory=list)
 
     def add(self, outcome: Outcome) -> None:
-        """Add one round."""
         self.rounds += 1
         self.ends += outcome.sent.ends
         self.latencies_s += outcome.honest.latencies_s
@@ -103,15 +99,12 @@ class Campaign:
         connection = Connection() if self.identities is None else self.identities.honest
         honest = Honest(target=self.server.target, expected=self.expected, connection=connection)
         outcome = await attacked(
-            self.server,
-            honest,
-            lambda: attack_from_elsewhere(name, self.server.port, self.plan.size, self.identities),
+            self.server, honest, lambda: attack_from_elsewhere(name, self.server.port, self.plan.size, self.identities)
         )
         self.rows.setdefault(name, Row()).add(outcome)
         self.rests.append(outcome.resident_after)
 
     def figures(self) -> dict[str, Any]:
-        """Return the figures of the whole run."""
         return {
             "attacks": sum(row.rounds for row in self.rows.values()),
             "honest_calls": sum(row.honest_calls for row in self.rows.values()),
@@ -124,7 +117,6 @@ class Campaign:
         }
 
     def complaints(self) -> list[str]:
-        """Return a message for every broken promise."""
         found = [f"{name}: {complaint}" for name, row in self.rows.items() for complaint in row.complaints]
         if growth(self.rests) > MAX_GROWTH:
             found.append(f"resident memory at rest grew by {100 * growth(self.rests):.2f} %, at most 2 % are promised")

@@ -1,7 +1,5 @@
 """Servers to attack: the shipped bundle, with limits so small that a small attack reaches them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import pytest

@@ -1,7 +1,5 @@
 """Floods of frames that are cheap for their sender."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections import Counter
@@ -20,9 +18,9 @@ from hyperframe.frame import (
     WindowUpdateFrame,
 )
 
-from tests.abuse.attack import Attack, Sent, Size, on_each
+from tests.abuse.attack import Attack, Sent, Size, played
 from tests.abuse.calls import UNARY
-from tests.abuse.raw_connection import Address, RawConnection
+from tests.abuse.raw_connection import RawConnection
 
 _AT_ONCE = 50
 # Time for an answer to the last frames to arrive, if there is one.
@@ -34,24 +32,17 @@ Make = Callable[[RawConnection], Frame]
 def flood(make: Make, *, is_read: bool = True) -> Attack:
     """Return an attack that repeats the frame that `make` returns. is_read: whether the client reads the answers."""
 
-    async def attack(address: Address, size: Size) -> Sent:
-        async def one() -> Sent:
-            async with await RawConnection.open(address, answers=False) as connection:
-                if not is_read:
-                    connection.stop_reading()
-                frames = make(connection).serialize() * _AT_ONCE
-                with contextlib.suppress(TimeoutError):  # the server has stopped reading, so the flood has ended
-                    async with asyncio.timeout(size.hold_s):
-                        await _pour(connection, frames, size.frames // _AT_ONCE)
-                await connection.wait_closed(_LISTEN_S)
-                end = connection.goaway or ("closed" if connection.is_closed else "stands")
-                return Sent(
-                    partial=Counter({UNARY.method: len(connection.streams)}), ends=Counter({f"connection {end}": 1})
-                )
+    async def play(connection: RawConnection, size: Size) -> Sent:
+        if not is_read:
+            connection.stop_reading()
+        frames = make(connection).serialize() * _AT_ONCE
+        with contextlib.suppress(TimeoutError):  # the server has stopped reading, so the flood has ended
+            async with asyncio.timeout(size.hold_s):
+                await _pour(connection, frames, size.frames // _AT_ONCE)
+        await connection.wait_closed(_LISTEN_S)
+        return Sent(partial=Counter({UNARY.method: len(connection.streams)}), ends=Counter([connection.state]))
 
-        return await on_each(size, one)
-
-    return attack
+    return played(play, answers=False)
 
 
 async def _pour(connection: RawConnection, frames: bytes, num_times: int) -> None:
@@ -85,27 +76,16 @@ def _varint(value: int) -> bytes:
     return bytes([*out, value])
 
 
-def _empty_data(connection: RawConnection) -> Frame:
-    return DataFrame(connection.headers(UNARY.method))
-
-
-def _ping(connection: RawConnection) -> Frame:
-    return PingFrame(0, b"whatever")
-
-
-def _settings(connection: RawConnection) -> Frame:
-    return SettingsFrame(0, {int(SettingCodes.INITIAL_WINDOW_SIZE): 65_535})
-
-
+_WINDOW = {int(SettingCodes.INITIAL_WINDOW_SIZE): 65_535}
 FLOODS: dict[str, Attack] = {
-    "PING": flood(_ping),
-    "PING, answers not read": flood(_ping, is_read=False),
-    "SETTINGS": flood(_settings),
-    "SETTINGS, answers not read": flood(_settings, is_read=False),
+    "PING": flood(lambda _: PingFrame(0, b"whatever")),
+    "PING, answers not read": flood(lambda _: PingFrame(0, b"whatever"), is_read=False),
+    "SETTINGS": flood(lambda _: SettingsFrame(0, _WINDOW)),
+    "SETTINGS, answers not read": flood(lambda _: SettingsFrame(0, _WINDOW), is_read=False),
     "PRIORITY": flood(lambda _: PriorityFrame(1, depends_on=0, stream_weight=15)),
     "WINDOW_UPDATE": flood(lambda _: WindowUpdateFrame(0, 1)),
     "CONTINUATION, empty": flood(_continuation(0)),
     "CONTINUATION, 1 KB each": flood(_continuation(1000)),
-    "DATA, empty": flood(_empty_data),
+    "DATA, empty": flood(lambda connection: DataFrame(connection.headers(UNARY.method))),
     "frames of an unknown type": flood(lambda _: ExtensionFrame(0x42, 0, body=b"whatever")),
 }

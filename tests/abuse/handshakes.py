@@ -1,7 +1,5 @@
 """Attacks before any call: silent connections, partial ClientHellos, and invalid certificates."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import random
@@ -9,7 +7,7 @@ import socket
 import ssl
 import struct
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 
 from tests.abuse.attack import Attack, Sent, Size, on_each
@@ -23,7 +21,6 @@ _ANSWER_S = 5
 
 
 async def _connect(address: Address) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Open a TCP connection without any data."""
     return await replace(address, tls=None).connect()
 
 
@@ -61,42 +58,47 @@ async def handshake_storm(address: Address, size: Size) -> Sent:
     return await on_each(size, one)
 
 
-def held(first: bytes) -> Attack:
-    """Return an attack that connects `storm` times, sends a few bytes, and waits for the server to close, or hold_s."""
+def kept(connect: Callable[[Address, Size], Awaitable[bool]]) -> Attack:
+    """Return an attack of `storm` connections that are kept open. connect: returns whether the server closed one."""
 
     async def attack(address: Address, size: Size) -> Sent:
-        async def one(number: int) -> str:
+        async def one() -> str:
             try:
-                reader, writer = await _connect(address)
-                writer.write(first)
-                try:
-                    async with asyncio.timeout(size.hold_s):
-                        await reader.read()
-                    return "connection closed"
-                except TimeoutError:
-                    return "connection stands"
-                finally:
-                    writer.transport.abort()
-            except OSError:
+                return "connection closed" if await connect(address, size) else "connection stands"
+            except (OSError, TimeoutError):
                 return "connection refused"
 
-        return Sent(ends=Counter(await asyncio.gather(*(one(number) for number in range(size.storm)))))
+        return Sent(ends=Counter(await asyncio.gather(*(one() for _ in range(size.storm)))))
 
     return attack
 
 
-async def idle_connections(address: Address, size: Size) -> Sent:
-    """Open connections, with TLS if the server has it, that are silent after the preface."""
+def held(first: bytes) -> Attack:
+    """Return an attack that sends a few bytes on each connection, and waits for the server to close it, or hold_s."""
 
-    async def one(number: int) -> str:
+    async def connect(address: Address, size: Size) -> bool:
+        reader, writer = await _connect(address)
+        writer.write(first)
+        reading = asyncio.ensure_future(reader.read())
         try:
-            async with await RawConnection.open(address, answers=False) as connection:
-                await connection.flush()
-                return "connection closed" if await connection.wait_closed(size.hold_s) else "connection stands"
-        except (OSError, TimeoutError):
-            return "connection refused"
+            done, _ = await asyncio.wait({reading}, timeout=size.hold_s)
+            await asyncio.gather(*done)
+            return bool(done)
+        finally:
+            reading.cancel()
+            writer.transport.abort()
 
-    return Sent(ends=Counter(await asyncio.gather(*(one(number) for number in range(size.storm)))))
+    return kept(connect)
+
+
+async def _idle(address: Address, size: Size) -> bool:
+    async with await RawConnection.open(address, answers=False) as connection:
+        await connection.flush()
+        return await connection.wait_closed(size.hold_s)
+
+
+# Connections, with TLS if the server has it, that are silent after the preface.
+idle_connections = kept(_idle)
 
 
 def strangers(contexts: Mapping[str, ssl.SSLContext]) -> Attack:
@@ -115,7 +117,6 @@ def strangers(contexts: Mapping[str, ssl.SSLContext]) -> Attack:
 
 
 async def _ask(address: Address) -> str:
-    """Make one call and return its end."""
     try:
         async with await RawConnection.open(address) as connection:
             connection.call(UNARY.method, UNARY.message)

@@ -1,7 +1,5 @@
 """Honest clients during an attack: every answer is compared with its reference, and every latency is measured."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import time

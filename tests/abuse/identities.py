@@ -1,7 +1,5 @@
 """Files of a server with mutual TLS, and client certificates that it must accept or refuse."""
 
-from __future__ import annotations
-
 import datetime
 import ssl
 from dataclasses import dataclass
@@ -11,11 +9,7 @@ from antiphon.client import Connection
 from tests.certificates import Authority, Pair
 
 SERVER, HONEST, ATTACKER = "server", "honest", "attacker"
-STRANGERS = {
-    "no certificate": None,
-    "expired certificate": "expired",
-    "certificate of another authority": "other",
-}
+STRANGERS = {"no certificate": None, "expired certificate": "expired", "certificate of another authority": "other"}
 """Those whom the server must not let in, and the names of their files."""
 
 

@@ -4,8 +4,6 @@ It checks neither windows nor the number of streams nor the order of frames. A g
 of h2, would refuse to send most frames of the attacks.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import socket
@@ -192,7 +190,6 @@ class RawConnection:
         self.send(WindowUpdateFrame(stream_id, num_bytes))
 
     def send(self, frame: Frame) -> None:
-        """Send a frame unchanged."""
         self.send_bytes(frame.serialize())
 
     def send_bytes(self, data: bytes) -> None:
@@ -230,6 +227,11 @@ class RawConnection:
         """Wait for the server to close the connection; return False if it has not at the time limit."""
         done, _ = await asyncio.wait({self._reading}, timeout=timeout_s)
         return bool(done)
+
+    @property
+    def state(self) -> str:
+        """`connection` with the reason of a GOAWAY, `closed` or `stands`."""
+        return f"connection {self.goaway or ('closed' if self.is_closed else 'stands')}"
 
     async def close(self) -> None:
         """Close the connection at once, also during calls."""

@@ -3,8 +3,6 @@
 Only `make abuse` checks latencies.
 """
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
@@ -12,7 +10,7 @@ import pytest
 
 from antiphon.server.settings import SHIPPED_BUNDLE
 from tests.abuse.attack import Sent, Size
-from tests.abuse.attacks import attacks
+from tests.abuse.attacker import attacks
 from tests.abuse.conftest import SIZE
 from tests.abuse.handshakes import HANDSHAKES, idle_connections
 from tests.abuse.honest import Honest, Record, expected_answers

@@ -1,7 +1,5 @@
 """One attack on a real server with honest clients, from idle to idle, and the promises that must hold."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections import Counter
