@@ -1,7 +1,5 @@
 """Checks that hold for every answer: one terminal event, and a reason in every refusal."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

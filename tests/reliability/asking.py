@@ -3,8 +3,6 @@
 Request n is a pure function of n, so an answer computed alone is the reference for every repetition.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import defaultdict
 from collections.abc import Iterable
@@ -68,7 +66,6 @@ async def references(client: AsyncClient, numbers: Iterable[int] = range(NUM_KIN
 
 
 async def whole(client: AsyncClient, number: int, *, timeout_s: float | None = None) -> Texts:
-    """Return the outputs of a unary call."""
     asked = ask(number)
     outputs = await client.generate_outputs(asked.text, asked.options, timeout_s=timeout_s)
     return tuple(output.text for output in outputs)

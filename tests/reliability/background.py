@@ -1,7 +1,5 @@
 """Server of tests/serving.py or tests/bundle_serving.py in a separate thread, for tests that are not asynchronous."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Callable

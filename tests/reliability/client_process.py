@@ -7,8 +7,6 @@ endless: reads streams without an end; prints `first` when every stream has begu
 alone, prints `ready`, waits for a line, makes COUNT calls, some of which it cancels, and prints their outcomes as JSON.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

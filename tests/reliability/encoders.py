@@ -1,7 +1,5 @@
 """Heads of a fake encoder with every task, and the limits of requests that an encoder answers in its own way."""
 
-from __future__ import annotations
-
 from antiphon.architecture.heads import HeadConfig
 from tests.reliability.limits import Ask, Limit
 

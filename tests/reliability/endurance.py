@@ -8,8 +8,6 @@ that of the last. Figures are written to build/reliability/endurance.json during
 promise did not hold.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import random
@@ -25,7 +23,7 @@ from antiphon.server.settings import SHIPPED_BUNDLE
 from tests.integration.process import ServerProcess, is_idle
 from tests.reliability.asking import references
 from tests.reliability.footprint import Footprint, footprint, settled, steady
-from tests.reliability.summary import report
+from tests.reliability.sizes import report
 from tests.reliability.traffic import Tally, Traffic, warm_up
 
 MAX_GROWTH = 0.02
@@ -138,7 +136,6 @@ def complaints(figures: dict[str, Any]) -> list[str]:
 
 
 def main() -> int:
-    """Parse the flags, run, and print figures and broken promises."""
     parser = argparse.ArgumentParser(description="Mixed traffic against a real server, its memory watched.")
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--rate", type=float, default=12, help="calls a second")

@@ -1,13 +1,14 @@
 """Resources of a process: memory, threads and descriptors, as the kernel counts them."""
 
-from __future__ import annotations
-
+import asyncio
 import os
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+from tests.integration.process import ServerProcess, is_idle
 
 PATIENCE_S = 30
 LOOK_S = 0.05
@@ -16,8 +17,6 @@ STEADY_LOOKS = 10
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Footprint:
-    """Resident bytes, threads and open descriptors of a process."""
-
     resident_bytes: int
     threads: int
     descriptors: int
@@ -71,3 +70,17 @@ def steady() -> Callable[[Footprint], bool]:
         return len(recent) == STEADY_LOOKS and len(set(recent)) == 1
 
     return is_steady
+
+
+async def check_nothing_is_left(
+    server: ServerProcess, before: Footprint, names: tuple[str, ...] = ("descriptors",)
+) -> Footprint:
+    """Wait in another thread until the resources are as before; the event loop closes connections of this side."""
+    await asyncio.to_thread(server.wait_for_metrics, is_idle)
+
+    def is_as_before(held: Footprint) -> bool:
+        return all(getattr(held, name) <= getattr(before, name) for name in names)
+
+    after = await asyncio.to_thread(settled, server.process.pid, is_as_before)
+    assert is_as_before(after), f"{after} after {before}"
+    return after

@@ -6,14 +6,12 @@ Each process runs one target. An exception that is not one of the target's refus
 invariant. libFuzzer writes the input to build/reliability/ and prints it, and the process ends with an error.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 
 import atheris
 
-from tests.reliability.summary import FOLDER
+from tests.reliability.sizes import FOLDER
 
 with atheris.instrument_imports(include=["antiphon"], enable_loader_override=False):
     from tests.reliability.fuzz_targets import SEEDS, TARGETS

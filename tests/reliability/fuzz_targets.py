@@ -3,8 +3,6 @@
 A target takes bytes. It returns None, or raises an exception, which is a finding.
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
 from collections.abc import Callable
@@ -34,7 +32,6 @@ VOCABULARY = 10_000
 
 @cache
 def shipped_tokenizer() -> Tokenizer:
-    """Return the tokenizer of the bundle in the repository."""
     return Tokenizer.load(SHIPPED_BUNDLE / "tokenizer.json")
 
 
@@ -147,13 +144,7 @@ def templates(data: bytes) -> None:
 
 
 def _template(choice: bytes) -> Template:
-    templates: list[Template] = [
-        ("$text", 2),
-        (1, "$text", 2),
-        ("$text",),
-        (1, "$text"),
-        (1, 3, "$text", 2),
-    ]
+    templates: list[Template] = [("$text", 2), (1, "$text", 2), ("$text",), (1, "$text"), (1, 3, "$text", 2)]
     return templates[choice[0] % len(templates) if choice else 0]
 
 

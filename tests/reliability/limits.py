@@ -4,8 +4,6 @@ The key is the field, so that a field of the contract without an entry fails its
 with ROWS rows.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ The link consists of two TUN devices, one in each namespace. A thread of this pr
 drops some. This needs neither netem nor iptables, and one seed always gives the same losses.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import random

@@ -26,7 +26,7 @@ from antiphon.load.workload import EVERYDAY
 from antiphon.server.settings import SHIPPED_BUNDLE
 from tests.integration.process import ServerProcess, is_idle
 from tests.reliability.footprint import footprint
-from tests.reliability.summary import report
+from tests.reliability.sizes import report
 
 REFUSED = "RESOURCE_EXHAUSTED"
 # Share of the best goodput, under every factor.
@@ -154,7 +154,6 @@ class _Memory:
 
 
 def main() -> int:
-    """Parse the flags, run, and print figures and broken promises."""
     parser = argparse.ArgumentParser(description="Offer a real server more than it can sustain.")
     parser.add_argument("--factors", type=float, nargs="+", default=[2.0], help="of the sustainable rate")
     parser.add_argument("--pinned", action="store_true", help="give server and client half of the cores each")

@@ -1,7 +1,5 @@
 """TCP proxy that can go silent without closing a connection, which is then half-open for both ends."""
 
-from __future__ import annotations
-
 import socket
 import threading
 from types import TracebackType
@@ -20,11 +18,9 @@ class StallingProxy:
 
     @property
     def target(self) -> str:
-        """Return the address to connect to."""
         return f"127.0.0.1:{self._listener.getsockname()[1]}"
 
     def stall(self) -> None:
-        """Stop forwarding in both directions."""
         self._is_stalled.set()
 
     def __enter__(self) -> Self:

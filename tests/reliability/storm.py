@@ -3,8 +3,6 @@
 A call that was not cancelled must have the whole answer, and a cancelled one a prefix of it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections import Counter, defaultdict

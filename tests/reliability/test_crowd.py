@@ -1,7 +1,5 @@
 """Very many concurrent streams, and calls cancelled at random moments: correct answers, and no leaks."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import time
@@ -15,10 +13,9 @@ from antiphon.v1 import inference_pb2 as pb
 from tests.integration.process import ServerProcess, is_idle
 from tests.marks import hardship
 from tests.reliability.asking import LONG, NUM_KINDS, NUM_LONG_KINDS, Texts, references, streamed
-from tests.reliability.footprint import Footprint, settled, steady
-from tests.reliability.sizes import size
+from tests.reliability.footprint import Footprint, check_nothing_is_left, settled, steady
+from tests.reliability.sizes import report, size
 from tests.reliability.storm import MOMENTS, Storm
-from tests.reliability.summary import report
 from tests.serving import SOURCE, asking, asking_whole, serving, stub_of
 
 pytestmark = hardship
@@ -55,24 +52,10 @@ async def at_rest(server: ServerProcess) -> Footprint:
     return await asyncio.to_thread(settled, server.process.pid, steady())
 
 
-async def check_nothing_is_left(server: ServerProcess, before: Footprint, num_blocks: float) -> Footprint:
-    """Wait in another thread until the resources are as before; the event loop closes connections of this side."""
-    metrics = await asyncio.to_thread(server.wait_for_metrics, is_idle)
-    assert metrics["antiphon_kv_cache_blocks{use=free}"] == num_blocks
-
-    def is_as_before(held: Footprint) -> bool:
-        return held.threads <= before.threads and held.descriptors <= before.descriptors
-
-    after = await asyncio.to_thread(settled, server.process.pid, is_as_before)
-    assert is_as_before(after), f"{after} after {before}"
-    return after
-
-
 async def test_a_thousand_concurrent_streams_get_the_answers_of_each_alone(
     server: ServerProcess, expected: dict[int, Texts]
 ) -> None:
     before = await at_rest(server)
-    num_blocks = server.metrics()["antiphon_kv_cache_blocks{use=free}"]
     numbers = [LONG_KINDS[index % NUM_LONG_KINDS] for index in range(NUM_STREAMS)]
     begin_s = time.monotonic()
     async with AsyncClient(server.target) as client:
@@ -82,7 +65,7 @@ async def test_a_thousand_concurrent_streams_get_the_answers_of_each_alone(
     took_s = time.monotonic() - begin_s
     wrong = [number for number, answer in zip(numbers, answers, strict=True) if answer != expected[number]]
     assert wrong == []
-    after = await check_nothing_is_left(server, before, num_blocks)
+    after = await check_nothing_is_left(server, before, ("threads", "descriptors"))
     figures = {"streams": NUM_STREAMS, "most_under_way": most, "seconds": round(took_s, 2), "wrong": len(wrong)}
     report("crowd", figures | {"threads": [before.threads, after.threads]} | _descriptors(before, after))
 
@@ -98,7 +81,6 @@ async def _most_under_way(server: ServerProcess, streams: Sequence[asyncio.Futur
 
 async def test_cancelled_calls_leave_no_resources_behind(server: ServerProcess, expected: dict[int, Texts]) -> None:
     before = await at_rest(server)
-    num_blocks = server.metrics()["antiphon_kv_cache_blocks{use=free}"]
     begin_s = time.monotonic()
     async with AsyncClient(server.target) as client:
         storm = Storm(client=client, expected=expected, rng=random.Random(size("SEED", 5)))
@@ -106,7 +88,7 @@ async def test_cancelled_calls_leave_no_resources_behind(server: ServerProcess, 
     took_s = time.monotonic() - begin_s
     assert storm.outcomes.total() == NUM_CALLS
     assert {outcome.split(":")[0] for outcome in storm.outcomes} == {*MOMENTS, "to its end"}
-    after = await check_nothing_is_left(server, before, num_blocks)
+    after = await check_nothing_is_left(server, before, ("threads", "descriptors"))
     figures = {"calls": NUM_CALLS, "at_once": AT_ONCE, "seconds": round(took_s, 2), "wrong": 0}
     outcomes = {"outcomes": dict(sorted(storm.outcomes.items()))}
     report("storm", figures | outcomes | {"threads": [before.threads, after.threads]} | _descriptors(before, after))

@@ -1,7 +1,5 @@
 """Servers with any value of the monotonic clock, from which deadlines, time limits and pings are counted."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from pathlib import Path

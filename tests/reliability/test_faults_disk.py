@@ -1,9 +1,9 @@
-"""A disk that fills up during an import: a clear error, no partly written files, and an undamaged old bundle."""
-
-from __future__ import annotations
+"""A disk that fills up during an import leaves no partly written files; damaged bundles are refused before serving."""
 
 import contextlib
 import os
+import random
+import re
 import resource
 import shutil
 from collections.abc import Iterator
@@ -11,9 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from antiphon.bundle.manifest import load_bundle
+from antiphon.bundle.manifest import MANIFEST_NAME, load_bundle
 from antiphon.cli import main as cli
+from antiphon.errors import BundleError
+from antiphon.server.settings import SHIPPED_BUNDLE
 from tests.disks import disk_of
+from tests.integration.process import antiphon
 from tests.marks import hardship
 from tests.parity.seq2seq_checkpoints import save
 from tests.reliability.sizes import size
@@ -91,3 +94,62 @@ def test_quota_leaves_only_the_old_bundle(
     with files_of_at_most(round(share * largest)):
         code = imported(checkpoint, bundle, "--overwrite")
     check_refused(code, capsys.readouterr().err, bundle, digests)
+
+
+NAMES = sorted(load_bundle(SHIPPED_BUNDLE).manifest.files)
+NUM_DAMAGES = size("DAMAGES", 4)
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("damaged") / "en-de"
+    shutil.copytree(SHIPPED_BUNDLE, folder)
+    return folder
+
+
+def cut_short(data: bytes, rng: random.Random) -> bytes:
+    return data[: rng.choice([0, 1, len(data) // 2, len(data) - 1, rng.randrange(len(data))])]
+
+
+def with_a_bit_flipped(data: bytes, rng: random.Random) -> bytes:
+    at, bit = rng.randrange(len(data)), rng.randrange(8)
+    return data[:at] + bytes([data[at] ^ 1 << bit]) + data[at + 1 :]
+
+
+@contextlib.contextmanager
+def damaged(file: Path) -> Iterator[bytes]:
+    """Yield the content of a file, which is written again at the end."""
+    whole = file.read_bytes()
+    try:
+        yield whole
+    finally:
+        file.write_bytes(whole)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("damage", [cut_short, with_a_bit_flipped])
+def test_damaged_files_are_refused_by_name(copy: Path, name: str, damage: object) -> None:
+    assert callable(damage)
+    rng = random.Random(name)
+    with damaged(copy / name) as whole:
+        for _ in range(NUM_DAMAGES):
+            (copy / name).write_bytes(damage(whole, rng))
+            with pytest.raises(BundleError, match=re.escape(f"{copy / name} is damaged")):
+                load_bundle(copy)
+
+
+def test_truncated_manifest_is_refused_by_name(copy: Path) -> None:
+    with damaged(copy / MANIFEST_NAME) as whole:
+        for length in range(0, len(whole.rstrip()), max(1, len(whole) // (25 * NUM_DAMAGES))):
+            (copy / MANIFEST_NAME).write_bytes(whole[:length])
+            with pytest.raises(BundleError, match=MANIFEST_NAME):
+                load_bundle(copy)
+
+
+def test_serve_names_the_damaged_file_and_exits_with_2(copy: Path) -> None:
+    file = copy / "weights.native.int8.bin"
+    with damaged(file) as whole:
+        file.write_bytes(whole[:-1])
+        result = antiphon("serve", str(copy), "--port", "0", "--metrics-port", "0")
+    assert (result.returncode, result.stdout) == (2, b"")
+    assert f"{file} is damaged" in result.stderr.decode().splitlines()[-1]

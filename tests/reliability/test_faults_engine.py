@@ -1,7 +1,5 @@
 """Faults of the model at random steps, and clocks that jump: one terminal event each, and the server continues."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import Awaitable

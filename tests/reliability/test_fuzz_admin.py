@@ -1,7 +1,5 @@
 """Random messages to the admin port of a real server: one answer or refusal each, and models answer afterwards."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

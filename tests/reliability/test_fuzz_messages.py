@@ -1,7 +1,5 @@
 """Random messages to every RPC of the real servicer over real gRPC: no crash, no hang, one terminal event."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Random messages of the Open Inference Protocol: each request gets one final response or one refusal."""
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Iterator, Set
 from typing import Any

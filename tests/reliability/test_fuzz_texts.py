@@ -1,11 +1,14 @@
-"""Random Unicode texts for every kind of tokenizer, and random bytes for their readers; see fuzz_targets.py."""
+"""Random texts for tokenizers, random bytes for readers, and short runs guided by coverage; see fuzz_targets.py."""
 
-from __future__ import annotations
+import importlib.util
+import subprocess
+import sys
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from tests.integration.process import environment
 from tests.marks import hardship
 from tests.reliability.fuzz_targets import SEEDS, TARGETS, check_text, shipped_tokenizer
 from tests.reliability.sizes import size
@@ -45,3 +48,19 @@ def _bent(seed: bytes) -> st.SearchStrategy[bytes]:
     """Replace some bytes of a seed."""
     changes = st.dictionaries(st.integers(0, len(seed) - 1), st.integers(0, 255), max_size=8)
     return changes.map(lambda found: bytes(found.get(at, byte) for at, byte in enumerate(seed)))
+
+
+SECONDS = size("FUZZ_S", 0)
+RUNS = 300
+
+
+@pytest.mark.skipif(importlib.util.find_spec("atheris") is None, reason="Atheris is not published for this platform")
+@pytest.mark.parametrize("target", TARGETS)
+def test_fuzz_target_finds_no_error(target: str) -> None:
+    limits = ["--seconds", str(SECONDS)] if SECONDS else ["--runs", str(RUNS), "--seed", "1"]
+    command = [sys.executable, "-m", "tests.reliability.fuzz", target, *limits]
+    result = subprocess.run(
+        command, capture_output=True, text=True, env=environment(), timeout=SECONDS + 120, check=False
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert "Done " in result.stderr

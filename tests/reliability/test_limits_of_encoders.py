@@ -1,7 +1,5 @@
 """Requests that an encoder answers in its own way: limits and random messages, with a fake encoder of every head."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Every setting of a server, tested below, at and above its limits as a flag of `antiphon serve`."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Many callers with large texts: the server's memory is bounded and freed, and another client is answered."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from collections.abc import Iterator
@@ -14,10 +12,9 @@ import pytest
 from antiphon.server.settings import SHIPPED_BUNDLE
 from antiphon.v1 import inference_pb2 as pb
 from antiphon.v1.inference_pb2_grpc import InferenceServiceStub
-from tests.deploy.full_server import peak_bytes
 from tests.integration.process import ServerProcess
 from tests.marks import hardship
-from tests.reliability.footprint import Footprint, footprint, settled
+from tests.reliability.footprint import Footprint, footprint, peak_bytes, settled
 
 pytestmark = hardship
 
@@ -84,7 +81,7 @@ async def test_memory_of_many_large_texts_is_bounded_and_freed(
     assert await crowd(server.target, "a." * (num_bytes // 2)) == {code: NUM_CALLERS * CALLS_EACH}
     ended.set()
     assert await other > 0
-    assert peak_bytes(server) - before.resident_bytes < MOST_BYTES
+    assert peak_bytes(server.process.pid) - before.resident_bytes < MOST_BYTES
 
     def is_back(found: Footprint) -> bool:
         return found.resident_bytes - before.resident_bytes <= MOST_KEPT_BYTES

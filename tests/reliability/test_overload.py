@@ -1,9 +1,7 @@
-"""A short overload: accepted requests are answered, and the others are refused with pushback.
+"""Short runs of the overload and of the endurance run.
 
-Only the long run (make overload) checks rates and latencies.
+Only the long ones (make overload, make endurance) check rates, latencies and memory.
 """
-
-from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
@@ -14,6 +12,7 @@ from antiphon.load.workload import EVERYDAY
 from antiphon.server.settings import SHIPPED_BUNDLE
 from tests.integration.process import ServerProcess, is_idle
 from tests.marks import hardship
+from tests.reliability import endurance
 from tests.reliability.overload import REFUSED
 from tests.reliability.sizes import size
 
@@ -40,3 +39,11 @@ async def test_overload_is_refused_with_pushback_and_accepted_requests_are_answe
     assert result.num_ok > 0
     assert result.record.num_mismatches == 0
     assert result.num_ok + result.errors[REFUSED] == result.num_sent == result.num_scheduled
+
+
+async def test_mixed_traffic_leaves_no_resources_behind() -> None:
+    plan = endurance.Plan(duration_s=size("ENDURANCE_S", 4), warm_up_s=1, rate_per_s=25, sample_s=0.5)
+    with ServerProcess(SHIPPED_BUNDLE) as server:
+        figures = await endurance.endure(server, plan)
+    assert endurance.complaints(figures) == []
+    assert figures["calls"] > plan.duration_s

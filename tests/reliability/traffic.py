@@ -1,7 +1,5 @@
 """Mixed traffic of the endurance run. Each answer is compared with its reference."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections import Counter, defaultdict
@@ -28,7 +26,6 @@ class Tally:
         self.outcomes[f"{kind}:{outcome}"] += 1
 
     def blame(self, kind: str, complaint: str) -> None:
-        """Count a wrong outcome, and remember it."""
         self.count(kind, "wrong")
         if len(self.wrong) < 20:
             self.wrong.append(f"{kind}: {complaint}")
@@ -109,7 +106,6 @@ class Traffic:
         return "ok"
 
     async def refused(self, number: int) -> str:
-        """Send an invalid request."""
         bad = [("", Options()), ("wort " * 3000, Options()), ("a", Options(top_p=2.0)), ("a", Options(beam_width=99))]
         text, options = bad[number % len(bad)]
         try:
@@ -121,7 +117,6 @@ class Traffic:
         raise AssertionError(f"bad input {number} was answered")
 
     async def reconnect(self, number: int) -> str:
-        """Make one call over a separate connection."""
         async with AsyncClient(self.target) as client:
             self._compare(number, await whole(client, number))
         return "ok"

@@ -3,8 +3,6 @@
 Uses only descriptors, so a field that is added to the contract is fuzzed at once.
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Callable
 from typing import Any
