@@ -5,8 +5,6 @@
 The exit code is 1 if an alert is not proved. `make alerts-check` keeps what this prints in docs/alerts-check.txt.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import tempfile
@@ -61,7 +59,6 @@ def _sayer(keep: Path | None) -> Say:
 
 
 def main() -> int:
-    """Parse the flags, check the alerts, and report the missing ones."""
     parser = argparse.ArgumentParser(description="Prove that every alert fires and resolves.")
     parser.add_argument("--scale", type=float, default=60, help="divides every duration of the rules (default: 60)")
     parser.add_argument("--keep", type=Path, metavar="FILE", help="write there what is printed")

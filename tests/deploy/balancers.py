@@ -4,8 +4,6 @@ Only addresses and paths of deploy/balancing/ are changed. Each balancer has the
 replica, which is nothing for two of them, because they detect the restart.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re
@@ -193,7 +191,6 @@ def _running(command: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return free ports of loopback."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for one in sockets:
@@ -227,7 +224,6 @@ def _is_open(port: int) -> bool:
 
 
 def _children(pid: int) -> set[int]:
-    """Return the living child processes of a process."""
     found = set()
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):

@@ -8,8 +8,6 @@ latency from the scheduled time. Servers, balancer and client share this machine
 replicas achieve on more machines.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import math
@@ -48,13 +46,11 @@ class Setting:
         return run(replace(self.plan, rate=rate))
 
     def holds(self, rate: float) -> bool:
-        """Return whether a rate is sustained."""
         result = self.measure(rate)
         return result.has_met_objective and result.has_kept_up
 
 
 def measured(arguments: argparse.Namespace) -> list[Setting]:
-    """Start everything, and measure each setting."""
     with contextlib.ExitStack() as stack:
         servers = stack.enter_context(Replicas(max(COUNTS)))
         wide = stack.enter_context(Replicas(1, ["--threads", "2"]))
@@ -122,7 +118,6 @@ def _median(setting: Setting, percentile: str) -> float:
 
 
 def main() -> int:
-    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rate", type=float, default=80, help="requests a second of the comparison (%(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each setting at that rate (%(default)s)")

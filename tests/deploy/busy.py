@@ -3,8 +3,6 @@
 python -m tests.deploy.busy HOST:PORT SECONDS
 """
 
-from __future__ import annotations
-
 import asyncio
 import sys
 import threading
@@ -102,7 +100,6 @@ async def _crowd(target: str, rounds: int) -> None:
 
 
 def main() -> None:
-    """Keep a server busy for some seconds, with all lengths and bursts."""
     target, seconds = sys.argv[1], float(sys.argv[2])
     end_s = time.monotonic() + seconds
     while time.monotonic() < end_s:

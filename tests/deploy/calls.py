@@ -1,7 +1,5 @@
 """Concurrent calls of a plain client without retries, and the result of each."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
@@ -39,7 +37,6 @@ class Traffic:
 
     @property
     def broken_off(self) -> list[Outcome]:
-        """Return the streams that ended in the middle."""
         return [outcome for outcome in self._failed if outcome.has_begun]
 
     @property

@@ -1,7 +1,5 @@
 """A memory limit as in a container: a separate control group, mounted at the usual path."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Iterator

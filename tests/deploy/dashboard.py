@@ -1,7 +1,5 @@
 """Reader of the committed dashboard: its panels, and its expressions as Prometheus receives them."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator
@@ -24,12 +22,10 @@ class Expression:
 
 
 def committed() -> dict[str, Any]:
-    """Return the shipped dashboard."""
     return cast("dict[str, Any]", json.loads(FILE.read_text(encoding="utf-8")))
 
 
 def panels() -> list[dict[str, Any]]:
-    """Return all panels except rows, in order."""
     return [panel for panel in committed()["panels"] if panel["type"] != "row"]
 
 

@@ -5,8 +5,6 @@ are killed, stopped, overloaded, or get wrong profiles, limits and certificates.
 simulated at the runner's boundary, because no input makes a correct model do so.
 """
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import os
@@ -159,11 +157,7 @@ def starved(scene: Scene) -> Iterator[Cure]:
             holding.join()
 
 
-@fault(
-    cause="a decoder step does not end",
-    cure="it ends after all",
-    of_one=("NoProgress", "EngineStuck"),
-)
+@fault(cause="a decoder step does not end", cure="it ends after all", of_one=("NoProgress", "EngineStuck"))
 def stuck(scene: Scene) -> Iterator[Cure]:
     flag = scene.folder / "stuck"
     prefix = faulty(flag, "while os.path.exists({flag}): time.sleep(0.01)")
@@ -234,11 +228,7 @@ def misprofiled_bundle(folder: Path) -> Path:
     return bundle
 
 
-@fault(
-    cause="clients ask for long streams and do not read them",
-    cure="they are gone",
-    of_one=("SlowReaders",),
-)
+@fault(cause="clients ask for long streams and do not read them", cure="they are gone", of_one=("SlowReaders",))
 def unread(scene: Scene) -> Iterator[Cure]:
     # A window as small as gRPC allows, so that an answer with all its alternatives overflows it.
     window = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0), ("grpc.enable_retries", 0)]
@@ -305,11 +295,7 @@ def expiring(scene: Scene) -> Iterator[Cure]:
         yield cure
 
 
-@fault(
-    cause="the certificate is replaced by half of one",
-    cure="by a whole one",
-    of_one=("ReloadFailed",),
-)
+@fault(cause="the certificate is replaced by half of one", cure="by a whole one", of_one=("ReloadFailed",))
 def mangled(scene: Scene) -> Iterator[Cure]:
     authority = Authority(scene.folder, "mangled")
     pair, other = authority.server(), authority.server()
@@ -326,7 +312,6 @@ def mangled(scene: Scene) -> Iterator[Cure]:
 
 
 def renew(pair: Pair, by: Pair) -> None:
-    """Replace a pair by another one."""
     by.key.replace(pair.key)
     by.cert.replace(pair.cert)
 

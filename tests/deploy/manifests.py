@@ -1,7 +1,5 @@
 """Renderings of deploy/ by Kustomize: each shipped overlay, and each component over the base."""
 
-from __future__ import annotations
-
 import functools
 import os
 import re
@@ -78,7 +76,6 @@ def rendered(name: str) -> tuple[Manifest, ...]:
 
 
 def of_kind(objects: tuple[Manifest, ...] | list[Manifest], kind: str) -> list[Manifest]:
-    """Return the objects of one kind."""
     return [found for found in objects if found["kind"] == kind]
 
 
@@ -101,7 +98,6 @@ def pods(objects: tuple[Manifest, ...] | list[Manifest]) -> Iterator[tuple[Mappi
 
 
 def settings(objects: tuple[Manifest, ...] | list[Manifest], container: Manifest) -> dict[str, str]:
-    """Return the environment variables of a container."""
     maps = {found["metadata"]["name"]: found["data"] for found in of_kind(objects, "ConfigMap")}
     found: dict[str, str] = {}
     for source in container.get("envFrom", ()):

@@ -1,7 +1,5 @@
 """Proof of an alert: Alertmanager reports a caused fault, and then reports its repair."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import time
@@ -48,7 +46,6 @@ class Scene:
         return f'process_start_time_seconds{{instance="{self.name}"}}'
 
     def wait(self, expression: str) -> None:
-        """Wait until a query has a result."""
         end_s = time.monotonic() + PATIENCE_S
         while not self.watch.query(expression):
             assert time.monotonic() < end_s, f"{expression} was never true"
@@ -68,7 +65,6 @@ class Fault:
 
     @property
     def alerts(self) -> tuple[str, ...]:
-        """Return all alerts of the fault."""
         return (*self.of_one, *self.of_all)
 
 

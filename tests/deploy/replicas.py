@@ -1,7 +1,5 @@
 """Servers of the same bundle. Each one can be killed, or restarted at its address."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Sequence
 from types import TracebackType
@@ -30,7 +28,6 @@ class Replicas:
         return [_answered(server.metrics()) for server in self._servers]
 
     def kill(self, index: int) -> None:
-        """Kill one replica."""
         server = self._servers[index]
         server.process.send_signal(signal.SIGKILL)
         server.process.wait()
@@ -54,7 +51,6 @@ class Replicas:
         self._servers[index].wait_for_metrics(lambda metrics: _answered(metrics) > before)
 
     def wait_until_busy(self, index: int) -> None:
-        """Return when a replica has a running request."""
         self._servers[index].wait_for_metrics(lambda metrics: metrics["antiphon_num_requests_running"] > 0)
 
     def _start(self, port: int) -> ServerProcess:

@@ -6,8 +6,6 @@ metrics and labels stay, and names of recordings keep their `5m`. promtool's tes
 durations themselves (tests/deploy/rules).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -49,22 +47,19 @@ def alerts() -> list[dict[str, Any]]:
 
 
 def alert_names() -> set[str]:
-    """Return the names of the alerts."""
     return {rule["alert"] for rule in alerts()}
 
 
 def scaled_alertmanager(scale: float, webhook: str) -> dict[str, Any]:
     """Return deploy/alerts/alertmanager.yaml in 1 / scale of the time, with a receiver."""
     config = _mapped(
-        read_yaml(ALERTS / "alertmanager.yaml"),
-        lambda key, value: scaled(value, scale) if key in _DURATIONS else value,
+        read_yaml(ALERTS / "alertmanager.yaml"), lambda key, value: scaled(value, scale) if key in _DURATIONS else value
     )
     config["receivers"][0]["webhook_configs"] = [{"url": webhook, "send_resolved": True}]
     return dict(config)
 
 
 def read_yaml(path: Path) -> Any:
-    """Read a YAML file."""
     return yaml.safe_load(path.read_text(encoding="utf-8"))
 
 

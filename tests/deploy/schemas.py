@@ -1,7 +1,5 @@
 """Strict schemas of custom resources: refuse the objects that an API server would refuse or prune, without a server."""
 
-from __future__ import annotations
-
 import functools
 import os
 from pathlib import Path

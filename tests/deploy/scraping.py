@@ -34,8 +34,6 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Prometheus:
-    """Running Prometheus at url."""
-
     url: str
 
     def ask(self, expression: str) -> list[Sample]:

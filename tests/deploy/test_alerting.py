@@ -3,8 +3,6 @@
 `make alerts-check` tests all of them; its output is docs/alerts-check.txt.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

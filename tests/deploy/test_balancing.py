@@ -4,8 +4,6 @@ Every answer is compared with those of each replica without a balancer. Servers 
 plain.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Components for bundles from other places: each renders on the base, and changes only its own fields."""
 
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The dashboard equals its program's output, describes its panels, and omits no metric without a reason."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess
@@ -16,7 +14,7 @@ from tests.deploy.dashboard import FILE, committed, expressions, panels
 from tests.deploy.scraping import PACKAGE
 from tests.deploy.tools import ROOT, tool
 from tests.marks import programs
-from tests.unit.observability.test_metric_docs import documented
+from tests.unit.observability.test_metrics import documented
 
 pytestmark = programs
 

@@ -1,7 +1,5 @@
 """Every expression of the dashboard has data in a real Prometheus that scrapes the real server under load."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """The Dockerfile: linted, complete, and with locked packages only. `make image-check` tests the image."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import tomllib

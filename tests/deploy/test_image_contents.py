@@ -1,7 +1,5 @@
 """Parts of packages that the image omits: a server never imports them, and the lists match the installed packages."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import re

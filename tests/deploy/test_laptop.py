@@ -1,7 +1,5 @@
 """The laptop's stack: programs run without containers; container parts are checked as far as possible."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal

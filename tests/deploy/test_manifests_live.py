@@ -1,7 +1,5 @@
 """The manifests with the real server: it accepts every setting, starts with them, and exports the triggers' metrics."""
 
-from __future__ import annotations
-
 import functools
 import re
 import tomllib

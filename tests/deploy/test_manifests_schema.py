@@ -1,7 +1,5 @@
 """Every overlay and component renders, and an API server would accept all objects."""
 
-from __future__ import annotations
-
 import copy
 import json
 import re
@@ -14,16 +12,7 @@ import pytest
 import yaml
 
 from tests.deploy import schemas
-from tests.deploy.manifests import (
-    BY_HAND,
-    COMPONENTS,
-    DEPLOY,
-    OVERLAYS,
-    RENDERINGS,
-    Manifest,
-    load,
-    rendered,
-)
+from tests.deploy.manifests import BY_HAND, COMPONENTS, DEPLOY, OVERLAYS, RENDERINGS, Manifest, load, rendered
 from tests.deploy.tools import tool
 from tests.marks import programs
 

@@ -1,7 +1,5 @@
 """The shipped rules: valid, tested by promtool, and consistent with metrics, runbook and PrometheusRule."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`antiphon size`: its arithmetic, the component that it wrote, and its errors for invalid input."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import shutil

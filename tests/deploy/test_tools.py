@@ -1,7 +1,5 @@
 """Installation of missing programs for tests of deployment."""
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Search for the programs that tests of deployment run."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

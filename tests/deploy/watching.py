@@ -130,14 +130,12 @@ class Watch:
         temporary.replace(self._folder / "targets.json")  # the file is replaced atomically
 
     def query(self, expression: str) -> list[dict[str, Any]]:
-        """Return the current answer of Prometheus."""
         query = urllib.parse.urlencode({"query": expression})
         with urllib.request.urlopen(f"{self._url}/api/v1/query?{query}", timeout=PATIENCE_S) as response:
             result: list[dict[str, Any]] = json.load(response)["data"]["result"]
         return result
 
     def rule_errors(self) -> list[str]:
-        """Return the errors of rule evaluations."""
         with urllib.request.urlopen(f"{self._url}/api/v1/rules", timeout=PATIENCE_S) as response:
             groups = json.load(response)["data"]["groups"]
         return [rule["lastError"] for group in groups for rule in group["rules"] if rule.get("lastError")]

@@ -1,7 +1,5 @@
 """Server process of the shipped model."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A server with scripted answers that records its requests."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -107,7 +105,6 @@ def _whole(messages: list[pb.GenerateResponse]) -> pb.GenerateUnaryResponse:
 
 @contextlib.asynccontextmanager
 async def served(scripted: Scripted) -> AsyncIterator[str]:
-    """Serve on a free port of the loopback; yield the target."""
     server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
     server.add_generic_rpc_handlers((scripted.handler(),))
     port = server.add_insecure_port("127.0.0.1:0")

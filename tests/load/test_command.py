@@ -1,7 +1,5 @@
 """`antiphon load` as a command, with a real server and with one that never answers."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import signal

@@ -1,7 +1,5 @@
 """The open loop and its calls, with scripted callers and servers, and with the real servicer."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import time

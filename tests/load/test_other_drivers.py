@@ -1,7 +1,5 @@
 """MLPerf's LoadGen and Locust load the same server with independent clocks and the same calls."""
 
-from __future__ import annotations
-
 import csv
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """Headless Chromium, and pages of it that note what must not happen."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

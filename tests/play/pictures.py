@@ -5,8 +5,6 @@
 Serves the shipped model and two small ones, as the tests do, and opens the page in headless Chromium.
 """
 
-from __future__ import annotations
-
 import contextlib
 import re
 import statistics
@@ -20,7 +18,7 @@ from antiphon.client import Client, Options
 from tests.busy import repeated
 from tests.integration.process import ServerProcess
 from tests.play.browser import ROOT, open_browser
-from tests.play.models import served_bundles
+from tests.play.conftest import served_bundles
 from tests.play.play_process import PlayProcess
 
 FOLDER = ROOT / "docs" / "play"
@@ -118,7 +116,6 @@ def _first_paints(browser: Browser, url: str, count: int = 10) -> list[float]:
 
 
 def main() -> int:
-    """Write the pictures and print the times."""
     FOLDER.mkdir(exist_ok=True)
     names = [word for name, path in served_bundles().items() for word in ("--model", f"{name}={path}")]
     with (

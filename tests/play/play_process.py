@@ -1,7 +1,5 @@
 """The page's web server as a child process, and requests to it without a browser."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import re

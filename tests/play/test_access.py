@@ -1,7 +1,5 @@
 """The page for everybody: checked by axe, by keyboard alone, on a phone and on a large screen, light and dark."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,7 +22,6 @@ SIZES = {"phone": PHONE, "small phone": {"width": 320, "height": 640}, "4K": {"w
 
 
 def open_view(open_page: Open, play: PlayProcess, view: str, **settings: object) -> Page:
-    """Open a view with results in it."""
     page = open_page(f"{play.url}/#/{view}", **settings).page
     if view not in ("memory", "read"):
         page.locator("#text").fill("My brother has a red car.")

@@ -1,7 +1,5 @@
 """`antiphon play` without a browser: its address, its errors, its end, and servers with TLS and tokens."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import signal
@@ -13,7 +11,7 @@ import pytest
 from tests.certificates import Authority
 from tests.integration.process import ServerProcess, antiphon
 from tests.marks import pages
-from tests.play.models import SHIPPED
+from tests.play.conftest import SHIPPED
 from tests.play.play_process import Addresses, PlayProcess
 
 

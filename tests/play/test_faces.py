@@ -1,7 +1,5 @@
 """States of the page: nothing typed, stopped, refused with advice, server gone in mid-stream and back."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections.abc import Callable, Iterator
@@ -15,7 +13,7 @@ from tests.busy import repeated
 from tests.integration.process import ServerProcess
 from tests.marks import pages
 from tests.play.browser import Watched
-from tests.play.models import LONG, write_bundle
+from tests.play.conftest import LONG, write_bundle
 from tests.play.play_process import PlayProcess
 
 pytestmark = pages

@@ -1,7 +1,5 @@
 """Hostile texts and neighbours: nothing of a text runs, and no other site can use the server behind the page."""
 
-from __future__ import annotations
-
 import http.server
 import json
 import threading

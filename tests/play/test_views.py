@@ -1,7 +1,5 @@
 """Each view of the page, used as a person would, over real models; numbers equal those of the server."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -23,7 +21,6 @@ from tests.reliability.background import Background
 from tests.serving import serving
 
 Open = Callable[..., Watched]
-
 TEXT = "My brother has a red car."
 
 

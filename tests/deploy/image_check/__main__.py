@@ -1,7 +1,5 @@
 """Runs every check and prints the results: `python -m tests.deploy.image_check`. Exit code 1 if a check fails."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys
@@ -32,7 +30,6 @@ _CHECKS: dict[str, Callable[[Given], None]] = {
 
 
 def main() -> int:
-    """Run the checks, print the results and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--image", default=f"localhost/antiphon:{_VERSION}")
     parser.add_argument("--bundle-image", default=f"localhost/antiphon-bundle:{_VERSION}")

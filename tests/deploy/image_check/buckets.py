@@ -1,7 +1,5 @@
 """A local bucket for the component bundle-s3: moto serves S3, and rclone downloads as in the pod of a cluster."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import subprocess
@@ -55,10 +53,7 @@ def bucket(podman: Podman, rclone_image: str, moto: Path) -> Iterator[Bucket]:
         port = free.getsockname()[1]
     # On every address, because podman's address exists only while a container runs.
     command = [str(moto), "--host", "0.0.0.0", "--port", str(port)]
-    with (
-        tempfile.NamedTemporaryFile("w") as log,
-        subprocess.Popen(command, stdout=log, stderr=log) as serving,
-    ):
+    with tempfile.NamedTemporaryFile("w") as log, subprocess.Popen(command, stdout=log, stderr=log) as serving:
         try:
             _wait(Path(log.name))
             yield Bucket(podman, rclone_image, f"http://{GATEWAY}:{port}")

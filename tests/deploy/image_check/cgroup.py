@@ -1,7 +1,5 @@
 """Memory that the kernel counts for the control group of a process, of version 1 or 2."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

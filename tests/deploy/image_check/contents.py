@@ -1,7 +1,5 @@
 """Contents of an image, which must not include compilers, Python package managers, torch or caches."""
 
-from __future__ import annotations
-
 import collections
 import re
 import tarfile
@@ -30,7 +28,6 @@ class Contents:
 
     @property
     def forbidden(self) -> list[str]:
-        """Return the paths of forbidden files."""
         return sorted(path for path in (*self.files, *self.directories) if FORBIDDEN.search(path))
 
     @property
@@ -43,7 +40,6 @@ class Contents:
         ]
 
     def largest(self, number: int = 14) -> list[tuple[str, int]]:
-        """Return the largest parts, with their bytes."""
         sizes: collections.Counter[str] = collections.Counter()
         for path, size in self.files.items():
             sizes[_part(path)] += size
@@ -51,7 +47,6 @@ class Contents:
 
 
 def contents_of(podman: Podman, image: str) -> Contents:
-    """Read the image's files."""
     files, directories, writable = {}, set(), []
     with podman.files(image) as exporting, tarfile.open(fileobj=exporting.stdout, mode="r|") as archive:
         for entry in archive:

@@ -1,7 +1,5 @@
 """Subject of the checks, and their error."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -24,7 +22,6 @@ class Given:
 
 
 def expect(condition: object, message: str) -> None:
-    """Raise CheckError if a condition is false."""
     if not condition:
         raise CheckError(message)
 

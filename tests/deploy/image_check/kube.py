@@ -3,8 +3,6 @@
 Podman is not a cluster: it ignores gRPC probes, preStop, topology and NetworkPolicy.
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import json
@@ -97,6 +95,5 @@ def playing(podman: Podman, manifest: str, folder: Path) -> Iterator[Container]:
 
 
 def pod_address(podman: Podman) -> str:
-    """Return the address of the pod, which its infra container has."""
     infra = json.loads(podman.run("pod", "inspect", POD))["InfraContainerID"]
     return Container(podman, infra).address

@@ -1,7 +1,5 @@
 """Containers in podman, without the privileges that Kubernetes' level "restricted" removes, and with fewer still."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import json
@@ -65,7 +63,6 @@ class Podman:
         )
 
     def inspect(self, name: str) -> dict[str, Any]:
-        """Return podman's description of a container or an image."""
         found: dict[str, Any] = json.loads(self.run("inspect", name))[0]
         return found
 
@@ -121,7 +118,6 @@ class Container:
         return done.stdout + done.stderr
 
     def memory(self) -> Memory:
-        """Return the memory of its control group."""
         return memory_of(self.pid)
 
     def ready_after_s(self) -> float:
@@ -141,7 +137,6 @@ class Container:
         self._podman.run("kill", f"--signal={number.name}", self.name)
 
     def exit_code(self) -> int:
-        """Wait for its end."""
         return int(self._podman.run("wait", self.name))
 
     def stop(self) -> int:
@@ -150,11 +145,9 @@ class Container:
         return int(self._state()["ExitCode"])
 
     def execute(self, *command: str) -> subprocess.CompletedProcess[str]:
-        """Run a command inside."""
         return self._podman.attempt("exec", self.name, *command)
 
     def health(self) -> int:
-        """Run the image's health check; return its exit code."""
         return self._podman.attempt("healthcheck", "run", self.name).returncode
 
     def _state(self) -> dict[str, Any]:

@@ -1,7 +1,5 @@
 """Pods of rendered manifests with bundles from other places, and with damaged bundles."""
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 import tempfile
@@ -19,7 +17,6 @@ Objects = list[dict[str, Any]]
 
 
 def check_overlay(given: Given) -> None:
-    """Check the rendered Deployment of the overlay for CPUs."""
     overlay = next(path for name in ("overlays/cpu", "base") if (path := ROOT / "deploy" / name).exists())
     _play(given, kube.rendered(_program("kubectl"), overlay), f"deploy/{overlay.relative_to(ROOT / 'deploy')}")
 
@@ -64,7 +61,6 @@ def check_bundle_s3(given: Given) -> None:
 
 
 def check_damaged(given: Given) -> None:
-    """Check a mounted bundle with damaged weights."""
     with tempfile.TemporaryDirectory() as folder:
         damaged = _damage(_copy(Path(folder)))
         options = (f"--volume={damaged.parent}:/bundle:ro",)

@@ -1,7 +1,5 @@
 """Checks of one and two containers: contents, privileges, start, service and shutdown."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import signal
@@ -19,7 +17,6 @@ _TOO_MUCH = "bytearray(1 << 30)"
 
 
 def check_contents(given: Given) -> None:
-    """Check the contents and the size of the image."""
     contents = contents_of(given.podman, given.image)
     forbid(contents)
     facts = given.podman.inspect(given.image)
@@ -37,7 +34,6 @@ def check_contents(given: Given) -> None:
 
 
 def check_hardening(given: Given) -> None:
-    """Check the privileges of the running process."""
     with Container.start(given.podman, given.image, memory=given.memory, settings=given.settings) as container:
         container.ready_after_s()
         status = dict(
@@ -65,7 +61,6 @@ def check_hardening(given: Given) -> None:
 
 
 def check_starting(given: Given) -> None:
-    """Check the first second of a container."""
     compiled = starts.ready_after_s(given.podman, given.image, given.memory, {})
     plain = starts.ready_after_s(given.podman, given.image, given.memory, starts.NO_BYTECODE)
     print(f"ready after {compiled:.2f} s, without bytecode after {plain:.2f} s (best of 3)")
@@ -80,7 +75,6 @@ def check_starting(given: Given) -> None:
 
 
 def check_limit(given: Given) -> None:
-    """Check that the memory limit is in effect."""
     codes = []
     for memory in (None, given.memory):
         options = ("--entrypoint=/opt/antiphon/bin/python",)
@@ -91,7 +85,6 @@ def check_limit(given: Given) -> None:
 
 
 def check_streams(given: Given) -> None:
-    """Check many concurrent streams and their memory."""
     with Container.start(given.podman, given.image, memory=given.memory, settings=given.settings) as container:
         container.ready_after_s()
         target = f"{container.address}:50051"

@@ -1,7 +1,5 @@
 """First second of a container: time until it serves, and the effect of a SIGTERM."""
 
-from __future__ import annotations
-
 import os
 import signal
 import tempfile
