@@ -1,7 +1,5 @@
 """An OpenTelemetry collector in this process that keeps the received spans."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Iterator
@@ -51,7 +49,6 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
 
 @contextlib.contextmanager
 def collecting() -> Iterator[Collector]:
-    """Run a collector on a free port."""
     collector = Collector()
     server = grpc.server(ThreadPoolExecutor(2), options=[("grpc.so_reuseport", 0)])
     trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, server)  # type: ignore[no-untyped-call]

@@ -1,7 +1,5 @@
 """A bundle with random weights that is exported once, and servers of it."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator
 from pathlib import Path

@@ -3,8 +3,6 @@
 The fault is simulated at the runner's boundary; everything else is the real server.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

@@ -1,9 +1,8 @@
 """The real server and the real command line, as child processes."""
 
-from __future__ import annotations
-
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -12,8 +11,10 @@ import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 
 ANTIPHON = (sys.executable, "-m", "antiphon.cli")
@@ -35,7 +36,6 @@ def environment(changes: Mapping[str, str] | None = None) -> dict[str, str]:
 def antiphon(
     *arguments: str, stdin: bytes = b"", env: Mapping[str, str] | None = None, timeout_s: float = PATIENCE_S
 ) -> subprocess.CompletedProcess[bytes]:
-    """Run one subcommand to its end."""
     return subprocess.run(
         [*ANTIPHON, *arguments], input=stdin, capture_output=True, env=environment(env), timeout=timeout_s, check=False
     )
@@ -123,3 +123,12 @@ def is_idle(metrics: Mapping[str, float]) -> bool:
 def _labels(labels: Mapping[str, str], model: str) -> str:
     kept = [f"{name}={value}" for name, value in labels.items() if (name, value) != ("model_name", model)]
     return "{" + ",".join(kept) + "}" if kept else ""
+
+
+async def terminated(server: ServerProcess, channel: grpc.aio.Channel, number: int = signal.SIGTERM) -> None:
+    """Send a signal to a ready server, and wait until it reports that it is not serving."""
+    stub: Any = health_pb2_grpc.HealthStub(channel)
+    watch = stub.Watch(health_pb2.HealthCheckRequest())
+    assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+    server.process.send_signal(number)
+    assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING

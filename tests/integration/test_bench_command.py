@@ -1,7 +1,5 @@
 """`antiphon bench` as a process, with small models: its report and the equality of outputs, never the speed."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """A real process whose model hangs or fails. The fault is injected at the runner; the rest is the real server."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Build of the compiled engine, on a package of two modules."""
 
-from __future__ import annotations
-
 import ast
 import os
 import subprocess

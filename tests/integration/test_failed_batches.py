@@ -1,7 +1,5 @@
 """Memory of calls whose answer cannot be sent is freed, whereas a plain grpc.aio server leaks it."""
 
-from __future__ import annotations
-
 import asyncio
 import ctypes
 import gc

@@ -1,7 +1,5 @@
 """The examples of docs/IMPORT.md for fine-tuning, run as they are printed, with a tiny checkpoint and little data."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 import subprocess

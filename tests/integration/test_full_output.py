@@ -1,7 +1,5 @@
 """Standard output on a full device: the last line on standard error reports it, and the exit code is 2."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,12 +36,7 @@ def check_told(arguments: Sequence[str], env: dict[str, str], name: str) -> None
 @pytest.mark.parametrize("env", [AT_ONCE, GATHERED])
 @pytest.mark.parametrize(
     "arguments",
-    [
-        ("generate", "Guten Tag"),
-        ("generate", "--json", "Guten Tag", "Hallo"),
-        ("models", "list"),
-        ("health",),
-    ],
+    [("generate", "Guten Tag"), ("generate", "--json", "Guten Tag", "Hallo"), ("models", "list"), ("health",)],
 )
 def test_clients_report_that_their_output_has_no_space(
     server: ServerProcess, arguments: tuple[str, ...], env: dict[str, str]

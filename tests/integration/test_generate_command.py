@@ -1,7 +1,5 @@
 """`antiphon generate` with the real server: standard output, standard error and exit code."""
 
-from __future__ import annotations
-
 import json
 import os
 import pty
@@ -186,8 +184,7 @@ def test_generate_prints_the_answer_to_a_line_before_it_reads_the_next(server: S
 
 @combinations
 @pytest.mark.parametrize(
-    ("redirection", "message"),
-    [("<&-", "standard input is closed"), ("0>/dev/null", "standard input cannot be read")],
+    ("redirection", "message"), [("<&-", "standard input is closed"), ("0>/dev/null", "standard input cannot be read")]
 )
 def test_generate_reports_an_input_that_it_cannot_read(server: ServerProcess, redirection: str, message: str) -> None:
     command = shlex.join([*ANTIPHON, "generate", "--target", server.target])
@@ -201,7 +198,10 @@ def test_generate_reports_an_input_that_it_cannot_read(server: ServerProcess, re
 
 
 @combinations
-def test_generate_prints_no_error_when_its_reader_closes_the_pipe(server: ServerProcess) -> None:
+@pytest.mark.parametrize("number", [signal.SIGPIPE, signal.SIGINT])
+def test_generate_prints_no_error_when_its_reader_closes_the_pipe_or_it_is_interrupted(
+    server: ServerProcess, number: signal.Signals
+) -> None:
     with start(server) as process:
         assert process.stdin is not None
         assert process.stdout is not None
@@ -209,24 +209,13 @@ def test_generate_prints_no_error_when_its_reader_closes_the_pipe(server: Server
         process.stdin.write(b"one\n")
         process.stdin.flush()
         process.stdout.readline()
-        process.stdout.close()
-        process.stdin.write(b"two\n")
-        process.stdin.flush()
-        assert process.wait(PATIENCE_S) == 128 + signal.SIGPIPE
-        assert process.stderr.read() == b""
-
-
-@combinations
-def test_generate_prints_no_error_when_interrupted(server: ServerProcess) -> None:
-    with start(server) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        assert process.stderr is not None
-        process.stdin.write(b"one\n")
-        process.stdin.flush()
-        process.stdout.readline()
-        process.send_signal(signal.SIGINT)
-        assert process.wait(PATIENCE_S) == 128 + signal.SIGINT
+        if number is signal.SIGPIPE:
+            process.stdout.close()
+            process.stdin.write(b"two\n")
+            process.stdin.flush()
+        else:
+            process.send_signal(number)
+        assert process.wait(PATIENCE_S) == 128 + number
         assert process.stderr.read() == b""
 
 

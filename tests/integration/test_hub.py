@@ -1,7 +1,5 @@
 """Checkpoints by their names on a hub: the real library with a small hub on the loopback."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import threading

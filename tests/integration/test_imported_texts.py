@@ -1,7 +1,5 @@
 """Texts of served imported checkpoints with their tokenizers, compared with transformers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path

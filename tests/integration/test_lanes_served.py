@@ -1,7 +1,5 @@
 """Lanes over the shipped bundle: answers, memory and settings."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Log of the real process: one line for every RPC, and no text of a client."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

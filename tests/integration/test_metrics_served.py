@@ -1,7 +1,5 @@
 """/metrics of the real process after traffic of every kind: all documented metrics exist, and the numbers add up."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 import urllib.request
@@ -19,7 +17,7 @@ from antiphon.server.settings import SHIPPED_BUNDLE
 from antiphon.v1 import inference_pb2 as pb
 from antiphon.v1.inference_pb2_grpc import InferenceServiceStub
 from tests.integration.process import ServerProcess, is_idle
-from tests.unit.observability.test_metric_docs import documented
+from tests.unit.observability.test_metrics import documented
 
 # Exported only with a budget, a certificate, or a profile in the bundle.
 CONDITIONAL = {

@@ -1,7 +1,5 @@
 """Several models in one real server: each answers as alone, and models are loaded and unloaded while others run."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 import time

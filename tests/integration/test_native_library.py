@@ -1,7 +1,5 @@
 """An unusable native library is refused with one line that names the file or the variable, without a traceback."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

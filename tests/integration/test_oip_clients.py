@@ -3,8 +3,6 @@
 They run unchanged, in .venv-oip-clients, which `make oip-clients` makes from requirements/oip-clients.lock.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 from collections.abc import Iterator

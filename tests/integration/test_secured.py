@@ -1,7 +1,5 @@
 """A server with mutual TLS, tokens, https and a separate probe port; the command line sends the requests."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import signal

@@ -1,7 +1,5 @@
 """The bundles in the repository: English-German, which new users run first, and German-English."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

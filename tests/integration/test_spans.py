@@ -1,7 +1,5 @@
 """Spans of the real process, as a collector receives them; none are sent if tracing is off."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import os

@@ -3,8 +3,6 @@
 A test blocks a start with a bundle whose manifest is a pipe, which the server reads when the test writes it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os
@@ -28,7 +26,7 @@ from antiphon.v1 import inference_pb2 as pb
 from antiphon.v1.inference_pb2_grpc import InferenceServiceStub
 from tests.integration.conftest import SENTENCES
 from tests.integration.faulty_engine import held_engine
-from tests.integration.process import ANTIPHON, PATIENCE_S, ServerProcess, environment, num_submitted
+from tests.integration.process import ANTIPHON, PATIENCE_S, ServerProcess, environment, num_submitted, terminated
 from tests.marks import combinations
 from tests.serving import details_of
 
@@ -133,11 +131,7 @@ async def test_sigterm_cancels_a_running_load_and_its_caller_receives_an_error(h
 async def test_requests_are_served_during_the_drain_delay_after_probes_report_not_serving(bundle: Path) -> None:
     with ServerProcess(bundle, ["--drain-delay-s", "1"]) as server:
         async with channel_to(server.target) as channel:
-            stub: Any = health_pb2_grpc.HealthStub(channel)
-            watch = stub.Watch(health_pb2.HealthCheckRequest())
-            assert (await watch.read()).status == SERVING
-            server.process.send_signal(signal.SIGTERM)
-            assert (await watch.read()).status == NOT_SERVING
+            await terminated(server, channel)
             assert await health_of(channel, "liveness") == SERVING
             late = InferenceServiceStub(channel).GenerateUnary(pb.GenerateUnaryRequest(text=SENTENCES[0]))
             assert (await late).outputs
@@ -156,11 +150,7 @@ async def test_sigterm_finishes_waiting_requests_too(bundle: Path, tmp_path: Pat
             calls = [asyncio.ensure_future(client.generate_text(text, options)) for text in SENTENCES[:12]]
             now = await asyncio.to_thread(server.wait_for_metrics, lambda now: num_submitted(now) == len(calls))
             assert now["antiphon_num_requests_waiting"] >= len(calls) - 3
-            stub: Any = health_pb2_grpc.HealthStub(channel)
-            watch = stub.Watch(health_pb2.HealthCheckRequest())
-            assert (await watch.read()).status == SERVING
-            server.process.send_signal(signal.SIGTERM)
-            assert (await watch.read()).status == NOT_SERVING
+            await terminated(server, channel)
             assert (await refusal_of(channel)).code() is grpc.StatusCode.UNAVAILABLE  # it drains
             engine.release()
             answers = await asyncio.gather(*calls)
@@ -173,11 +163,7 @@ async def test_sigterm_finishes_waiting_requests_too(bundle: Path, tmp_path: Pat
 async def test_second_signal_ends_the_process_at_once_in_the_drain_delay(bundle: Path) -> None:
     with ServerProcess(bundle, ["--drain-delay-s", "3600"]) as server:
         async with channel_to(server.target) as channel:
-            stub: Any = health_pb2_grpc.HealthStub(channel)
-            watch = stub.Watch(health_pb2.HealthCheckRequest())
-            assert (await watch.read()).status == SERVING
-            server.process.send_signal(signal.SIGTERM)
-            assert (await watch.read()).status == NOT_SERVING
+            await terminated(server, channel)
             server.process.send_signal(signal.SIGINT)
             code, _ = await asyncio.to_thread(server.finish)
     assert code == 128 + signal.SIGINT

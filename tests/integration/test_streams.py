@@ -1,7 +1,5 @@
 """Many streams over one real connection: correct answers, clean cancellation, every block free at the end."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import defaultdict
 from typing import Any

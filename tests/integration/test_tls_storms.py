@@ -4,8 +4,6 @@ gRPC's server can free certificates that it still uses when it gets new ones. Th
 that open a connection for each call, or that send the first bytes of a handshake and close.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools

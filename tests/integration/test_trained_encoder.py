@@ -1,7 +1,5 @@
 """From recipe to answer: encoders are trained, exported and served by one process, and compared with PyTorch."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import random

@@ -1,7 +1,5 @@
 """From recipe to answer: a language model is trained, exported and served by one process, and compared with PyTorch."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import warnings
@@ -18,6 +16,7 @@ from antiphon.checkpoints.checkpoint import Checkpoint, load_checkpoint
 from antiphon.cli.main import main
 from antiphon.client import Client, Options
 from antiphon.export.export import export_bundle
+from antiphon.server.settings import SHIPPED_BUNDLE
 from tests.integration.process import ServerProcess, antiphon
 from tests.language_recipes import language_recipe, trained_language_model
 from tests.marks import training
@@ -51,10 +50,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         warnings.simplefilter("ignore")  # the exporter's own
         export_bundle(checkpoint, folder / "bundle", explain=False)
     recipe = write_recipe(language_recipe(folder, vocab_size=request.param), folder / "recipe.toml")
-    with (
-        ServerProcess(folder / "bundle", ["--precision", "float32"]) as server,
-        Client(server.target) as client,
-    ):
+    with ServerProcess(folder / "bundle", ["--precision", "float32"]) as server, Client(server.target) as client:
         yield Trained(folder, checkpoint, recipe, server.ready_line, client)
 
 
@@ -156,27 +152,22 @@ def test_recorded_perplexity_equals_the_score_of_each_precision(
     assert {(held.measure, held.file) for held in quality} == {("perplexity", "first.txt and second.txt")}
 
 
-def test_evaluate_names_the_wrong_part(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ["evaluate", str(trained.folder / "bundle"), "--recipe", trained.recipe, "--data", str(trained.folder)]
-    assert main([*asked, "--record", "--part", "valid"]) == 2
-    assert "--record scores the recipe's test part; leave out --part valid" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("model", ["run/averaged", "bundle"])
-def test_evaluate_names_a_part_without_text(
-    trained: Trained, tmp_path: Path, model: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize(
+    ("model", "split", "flags", "message"),
+    [
+        ("bundle", None, ["--record", "--part", "valid"], "--record scores the recipe's test part; leave out --part"),
+        ("run/averaged", (0.5, 0.49999, 0.00001), [], "antiphon evaluate: data.split, test part: "),
+        ("bundle", (0.5, 0.49999, 0.00001), [], "antiphon evaluate: data.split, test part: "),
+        (str(SHIPPED_BUNDLE), None, [], "recipe 'speeches' has task 'language-model'; {model} has architecture='encod"),
+    ],
+)
+def test_evaluate_names_what_is_wrong(
+    trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    model: str, split: tuple[float, ...] | None, flags: list[str], message: str,
+) -> None:  # fmt: skip
     recipe = language_recipe(trained.folder)
-    data = recipe.data.model_copy(update={"split": (0.5, 0.49999, 0.00001)})
+    data = recipe.data if split is None else recipe.data.model_copy(update={"split": split})
     path = write_recipe(recipe.model_copy(update={"data": data}), tmp_path / "recipe.toml")
-    assert main(["evaluate", str(trained.folder / model), "--recipe", path, "--data", str(trained.folder)]) == 2
-    assert "antiphon evaluate: data.split, test part: " in capsys.readouterr().err
-
-
-def test_evaluate_refuses_a_model_that_is_not_decoder_only(
-    trained: Trained, capsys: pytest.CaptureFixture[str]
-) -> None:
-    bundle = Path(__file__).parents[2] / "model/antiphon/bundles/en-de"
-    assert main(["evaluate", str(bundle), "--recipe", trained.recipe, "--data", str(trained.folder)]) == 2
-    message = f"recipe 'speeches' has task 'language-model'; {bundle} has architecture='encoder-decoder'"
-    assert message in capsys.readouterr().err
+    asked = ["evaluate", str(trained.folder / model), "--recipe", path, "--data", str(trained.folder)]
+    assert main([*asked, *flags]) == 2
+    assert message.format(model=model) in capsys.readouterr().err

@@ -3,8 +3,6 @@
 A server in this process, attacked over raw HTTP/2: no gRPC client leaves an answer unread or sends headers alone.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import socket
@@ -23,6 +21,7 @@ from tests.abuse.calls import HEALTH_METHOD, REFLECTION, REFLECTION_METHOD, SERV
 from tests.abuse.raw_connection import PREFACE, Address, RawConnection, framed
 from tests.marks import hardship
 from tests.serving import Serving, serving, stub_of
+from tests.waits import comes_true
 
 SCORED = pb.GenerateRequest(
     text="the cat sat on the mat", options=pb.GenerateOptions(max_new_tokens=24, ignore_eos=True, num_logprobs=20)
@@ -63,12 +62,8 @@ async def unread(served: Serving, num_calls: int, message: bytes) -> AsyncIterat
 
 
 async def until(served: Serving, name: str, least: float, **labels: str) -> None:
-    """Poll until a metric has at least a value, because no event reports that an answer waits to be read."""
-    async with asyncio.timeout(PATIENCE_S):
-        while True:
-            if sample(served, name, **labels) >= least:
-                return
-            await asyncio.sleep(0.01)
+    """Wait until a metric has at least a value, because no event reports that an answer waits to be read."""
+    await comes_true(lambda: sample(served, name, **labels) >= least, PATIENCE_S)
 
 
 @hardship
@@ -126,17 +121,11 @@ async def test_unread_streams_are_bounded_in_all_that_waits_behind_their_message
                 connection.call(f"{SERVICE}/{method}", message)
             await connection.flush()
             await until(served, "calls_given_up_total", 1, stage="answer", cause="pressure")
-            async with asyncio.timeout(PATIENCE_S):  # between two looks more can be unread
-                while True:
-                    if sample(served, "unsent_answer_bytes") <= 65_536:
-                        break
-                    await asyncio.sleep(0.01)
+            # Between two looks more can be unread.
+            await comes_true(lambda: sample(served, "unsent_answer_bytes") <= 65_536)
             assert (await stub_of(served).GenerateUnary(pb.GenerateUnaryRequest.FromString(SCORED))).outputs
-            async with asyncio.timeout(PATIENCE_S):
-                while True:
-                    if ended := [stream for stream in connection.streams.values() if stream.trailers]:
-                        break
-                    await asyncio.sleep(0.01)
+            await comes_true(lambda: any(stream.trailers for stream in connection.streams.values()))
+            ended = [stream for stream in connection.streams.values() if stream.trailers]
         assert ended[0].end == "RESOURCE_EXHAUSTED"
         assert ended[0].trailers["grpc-message"].endswith(" bytes of answers wait to be read")
         await served.settled()
@@ -207,11 +196,7 @@ async def test_calls_that_wait_for_the_event_loop_are_bounded() -> None:
             acknowledged, received = PingFrame(0, b"all read", flags=("ACK",)).serialize(), b""
             while acknowledged not in received:
                 received += client.recv(65_536)
-            async with asyncio.timeout(PATIENCE_S):
-                while True:
-                    if len(served.ended) >= limit:
-                        break
-                    await asyncio.sleep(0.01)
+            await comes_true(lambda: len(served.ended) >= limit)
             await stub_of(served).GetModel(pb.GetModelRequest())  # it is answered behind all of them
             ended = sum(call.method == UNARY.method for call in served.ended)
     assert limit <= ended <= limit + 2  # the event loop had asked for one call already
@@ -257,12 +242,10 @@ async def test_idle_streams_are_ended_to_make_room_for_a_probe() -> None:
                 await connection.flush()
                 await asyncio.sleep(0.05)
         await until(served, "grpc_server_handled_total", 1, method=watch, code="RESOURCE_EXHAUSTED")
-        async with asyncio.timeout(PATIENCE_S):
-            while True:  # its handler ends a moment later
-                waiting = sample(served, "calls_waiting_for_client", stage="open")
-                if (waiting, sample(served, "grpc_server_in_flight")) == (1, 1):
-                    break
-                await asyncio.sleep(0.01)
+        # Its handler ends a moment later.
+        await until(served, "calls_waiting_for_client", 1, stage="open")
+        await comes_true(lambda: sample(served, "grpc_server_in_flight") == 1)
+        assert sample(served, "calls_waiting_for_client", stage="open") == 1
 
 
 async def test_unknown_method_is_refused_and_counted_under_one_name() -> None:

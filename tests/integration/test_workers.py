@@ -1,7 +1,5 @@
 """A server of two processes, which is one server from outside."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import hashlib
@@ -56,14 +54,12 @@ def two(bundle: Path) -> Iterator[ServerProcess]:
 
 
 def workers_of(process: ServerProcess) -> list[int]:
-    """Return the process ids of the workers."""
     pid = process.process.pid
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return [int(child) for child in children]
 
 
 def until(condition: Callable[[], bool]) -> None:
-    """Wait until a condition of other processes is true."""
     end_s = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < end_s, "the condition never became true"
