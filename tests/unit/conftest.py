@@ -1,13 +1,19 @@
-"""Fixtures of the engine's tests: an engine over the fake model, and a gate that blocks its steps."""
+"""Fixtures of the engine's tests: an event loop, an engine over the fake model, and a gate that blocks its steps."""
 
-from __future__ import annotations
-
+import asyncio
 from collections.abc import Iterator
 
 import pytest
 
 from tests.fakes import FakeRunner
 from tests.unit.engine.engine_bench import Bench, Gate
+
+
+@pytest.fixture(scope="module")
+def loop() -> Iterator[asyncio.AbstractEventLoop]:
+    loop = asyncio.new_event_loop()
+    yield loop
+    loop.close()
 
 
 @pytest.fixture

@@ -1,8 +1,7 @@
 """Documents compared with the code: links, headings, paths, commands, options, targets and modules exist."""
 
-from __future__ import annotations
-
 import argparse
+import ast
 import importlib.util
 import re
 from collections.abc import Iterator
@@ -114,3 +113,18 @@ def _all_options(parser: argparse.ArgumentParser) -> Iterator[str]:
         if isinstance(action, argparse._SubParsersAction):
             for inner in action.choices.values():
                 yield from _all_options(inner)
+
+
+OPENING = re.compile(r"(What|Whatever|Whether|How|Where|Who|Whoever|Which|When|Whose)\b")
+KINDS = (ast.AsyncFunctionDef, ast.ClassDef, ast.FunctionDef, ast.Module)
+
+
+@pytest.mark.parametrize("folder", ["deploy", "model", "service", "tests"])
+def test_no_docstring_opens_with_a_question_word(folder: str) -> None:
+    found = [
+        f"{path.relative_to(ROOT)}: {docstring.splitlines()[0]}"
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, KINDS) and (docstring := ast.get_docstring(node)) and OPENING.match(docstring)
+    ]
+    assert found == []

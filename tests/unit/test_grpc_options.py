@@ -3,8 +3,6 @@
 gRPC ignores an option that it does not know.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib
 import re

@@ -1,7 +1,5 @@
 """`make layout` counts what is there. Its figures have no limits."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Deadlines are correct after a jump of the machine's clock, and no serving code reads that clock."""
 
-from __future__ import annotations
-
 import ast
 import asyncio
 import time

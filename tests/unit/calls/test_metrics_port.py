@@ -1,7 +1,5 @@
 """The metrics port with clients that hold connections, send slowly or use up descriptors: scrapes still work."""
 
-from __future__ import annotations
-
 import contextlib
 import gzip
 import os

@@ -1,13 +1,11 @@
 """The typed client, asynchronous and synchronous, with a real server over a fake model."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any, TypeVar
 
 import grpc
 import numpy as np
@@ -26,6 +24,17 @@ from tests.serving import Gate, fake_scorer, serving
 
 SOURCES = [(3 + i % 20, 40 + i) for i in range(20)]
 MALFORMED: tuple[int, ...] = ()
+T = TypeVar("T")
+
+
+async def in_thread(target: str, work: Callable[[Client], T], **given: Any) -> T:
+    """Return the result of some work with the synchronous client."""
+
+    def run() -> T:
+        with Client(target, **given) as client:
+            return work(client)
+
+    return await asyncio.to_thread(run)
 
 
 async def test_async_client_streams_the_text_of_the_unary_answer() -> None:
@@ -42,13 +51,12 @@ async def test_async_client_streams_the_text_of_the_unary_answer() -> None:
 
 
 async def test_sync_client_agrees_with_the_async_one() -> None:
-    def ask(target: str) -> tuple[str, Generation, list[Generation | ServerError]]:
-        with Client(target) as client:
-            streamed = "".join(delta.text for delta in client.generate(SOURCES[3]))
-            return streamed, client.generate_text(SOURCES[3]), list(client.generate_many(SOURCES, concurrency=4))
+    def ask(client: Client) -> tuple[str, Generation, list[Generation | ServerError]]:
+        streamed = "".join(delta.text for delta in client.generate(SOURCES[3]))
+        return streamed, client.generate_text(SOURCES[3]), list(client.generate_many(SOURCES, concurrency=4))
 
     async with serving() as served, AsyncClient(served.target) as client:
-        streamed, whole, many = await asyncio.to_thread(ask, served.target)
+        streamed, whole, many = await in_thread(served.target, ask)
         expected = [result async for result in client.generate_many(SOURCES)]
     assert streamed == whole.text == text_of(expected[3])
     assert [text_of(result) for result in many] == [text_of(result) for result in expected]
@@ -149,15 +157,14 @@ async def test_client_names_the_option_whose_value_has_another_type(field: str, 
 async def test_generate_outputs_gives_every_output_and_generate_text_the_best() -> None:
     options = Options(beam_width=4, num_return_sequences=3, num_logprobs=0, seed=1)
 
-    def ask(target: str) -> tuple[list[Generation], Generation]:
-        with Client(target) as client:
-            return client.generate_outputs(SOURCES[3], options), client.generate_text(SOURCES[3], options)
+    def ask(client: Client) -> tuple[list[Generation], Generation]:
+        return client.generate_outputs(SOURCES[3], options), client.generate_text(SOURCES[3], options)
 
     async with serving() as served, AsyncClient(served.target) as client:
         outputs = await client.generate_outputs(SOURCES[3], options)
         best = await client.generate_text(SOURCES[3], options)
         deltas = [delta async for delta in client.generate(SOURCES[3], options)]
-        synchronous, synchronous_best = await asyncio.to_thread(ask, served.target)
+        synchronous, synchronous_best = await in_thread(served.target, ask)
     assert [output.output_index for output in outputs] == [0, 1, 2]
     scores = [output.score or 0.0 for output in outputs]
     assert scores == sorted(scores, reverse=True)
@@ -169,16 +176,14 @@ async def test_generate_outputs_gives_every_output_and_generate_text_the_best() 
 
 
 async def test_score_and_embed_agree_between_the_clients() -> None:
-    def ask(target: str) -> tuple[Any, ...]:
-        with Client(target) as client:
-            scored = client.score(SOURCES[3], "the cat", num_alternatives=2)
-            vector = client.embed(SOURCES[3], pooling="max", normalize=True).vector
-            return scored.logprobs, scored.score, vector
+    def ask(client: Client) -> tuple[Any, ...]:
+        scored = client.score(SOURCES[3], "the cat", num_alternatives=2)
+        return scored.logprobs, scored.score, client.embed(SOURCES[3], pooling="max", normalize=True).vector
 
     async with serving() as served, AsyncClient(served.target) as client:
         scored = await client.score(SOURCES[3], served.tokenizer.encode("the cat"), num_alternatives=2)
         embedding = await client.embed(SOURCES[3], pooling="max", normalize=True)
-        synchronous = await asyncio.to_thread(ask, served.target)
+        synchronous = await in_thread(served.target, ask)
         states = served.runner.memory((*SOURCES[3], EOS_ID))
         with pytest.raises(ValueError, match="mean, max, first"):
             await client.embed("a", pooling="median")  # type: ignore[arg-type]
@@ -193,17 +198,16 @@ async def test_score_and_embed_agree_between_the_clients() -> None:
 async def test_next_token_and_tokens_agree_between_the_clients() -> None:
     options = Options(temperature=0.7, top_k=5, suppressed_ids=[60])
 
-    def ask(target: str) -> tuple[Any, ...]:
-        with Client(target) as client:
-            token_ids = client.tokenize("the cat ").token_ids
-            following = client.next_token(SOURCES[3], options, generated_ids=[50], num_tokens=3)
-            return following, client.tokenize("the cat "), client.detokenize(token_ids)
+    def ask(client: Client) -> tuple[Any, ...]:
+        tokens = client.tokenize("the cat ")
+        following = client.next_token(SOURCES[3], options, generated_ids=[50], num_tokens=3)
+        return following, tokens, client.detokenize(tokens.token_ids)
 
     async with serving(scorer=fake_scorer()) as served, AsyncClient(served.target) as client:
         following = await client.next_token(SOURCES[3], options, generated_ids=[50], num_tokens=3)
         tokens = await client.tokenize("the cat ")
         text = await client.detokenize(tokens.token_ids)
-        synchronous = await asyncio.to_thread(ask, served.target)
+        synchronous = await in_thread(served.target, ask)
         logits = served.runner.logits((*SOURCES[3], EOS_ID), 1)
     assert synchronous == (following, tokens, text)
     assert (text.text, tokens.normalized_text) == ("the cat", "the cat")
@@ -217,25 +221,17 @@ async def test_next_token_and_tokens_agree_between_the_clients() -> None:
 
 
 async def test_explain_returns_maps_beyond_grpcs_default_message_limit() -> None:
-    def ask(target: str) -> pb.ExplainResponse:
-        with Client(target) as client:
-            return client.explain(SOURCES[3], "the cat")
-
     async with serving(explainer=LargeExplainer()) as served, AsyncClient(served.target) as client:
         by_text = await client.explain(SOURCES[3], "the cat")
-        synchronous = await asyncio.to_thread(ask, served.target)
+        synchronous = await in_thread(served.target, lambda client: client.explain(SOURCES[3], "the cat"))
     assert by_text.ByteSize() > 4 * 2**20
     assert by_text == synchronous
 
 
 async def test_get_positions_returns_each_part_of_the_model() -> None:
-    def ask(target: str) -> list[pb.PositionEncoding]:
-        with Client(target) as client:
-            return client.get_positions(5)
-
     async with serving() as served, AsyncClient(served.target) as client:
         found = await client.get_positions(5)
-        synchronous = await asyncio.to_thread(ask, served.target)
+        synchronous = await in_thread(served.target, lambda client: client.get_positions(5))
         with pytest.raises(ServerError, match="num_positions is 65; it must be 0 to 64"):
             await client.get_positions(num_positions=65)
     assert found == synchronous
@@ -311,27 +307,18 @@ async def test_client_with_another_model_asks_for_it_over_the_same_connection() 
         await client.with_model("other").generate_text("a")
         await client.generate_text("a")
         assert [request.model for request in recorded.requests] == ["other", "one"]
-        await asyncio.to_thread(_ask_other_model, target)
+        await in_thread(
+            target, lambda one: [ask.generate_text("a") for ask in (one.with_model("other"), one)], model="one"
+        )
         assert [request.model for request in recorded.requests[2:]] == ["other", "one"]
-
-
-def _ask_other_model(target: str) -> None:
-    with Client(target, model="one") as client:
-        client.with_model("other").generate_text("a")
-        client.generate_text("a")
 
 
 async def test_get_model_reports_the_limits() -> None:
     async with serving() as served, AsyncClient(served.target) as client:
         model = await client.get_model()
-        synchronous = await asyncio.to_thread(_model_name, served.target)
+        synchronous = await in_thread(served.target, lambda client: client.get_model().name)
     assert model.limits.max_source_len == served.runner.facts.max_source_len
     assert synchronous == model.name
-
-
-def _model_name(target: str) -> str:
-    with Client(target) as client:
-        return client.get_model().name
 
 
 def test_client_loads_nothing_but_grpcio_and_protobuf() -> None:

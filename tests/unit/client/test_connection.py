@@ -1,9 +1,8 @@
 """Connections of asynchronous and synchronous clients to real servers: retries, balancing, tokens, deadlines."""
 
-from __future__ import annotations
-
 import asyncio
 import math
+import random
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import grpc.aio
 import pytest
 
 from antiphon.client import AsyncClient, Client, Connection, Priority, RetryPolicy, ServerError
-from antiphon.client.connection import is_loopback
+from antiphon.client.connection import WORKER_KEY, Offer, Placement, is_loopback, offer_of
 from antiphon.v1 import inference_pb2 as pb
 from tests.refusing import Context, recording, refuse
 from tests.serving import serving
@@ -24,7 +23,6 @@ PUSHED_BACK = RetryPolicy(backoff_s=600, max_backoff_s=600)
 AT_ONCE = RetryPolicy(backoff_s=0.01, max_backoff_s=0.01)
 # gRPC sends two or three digits of a deadline, rounded up.
 WIRE = 1.1
-
 Ask = Callable[..., Awaitable[str]]
 
 
@@ -48,43 +46,41 @@ async def ask_async_stream(
     return "".join(texts)
 
 
-async def ask_sync_whole(target: str, text: str = "a", timeout_s: float | None = PATIENCE_S, **given: Any) -> str:
-    def ask() -> str:
-        with Client(target, timeout_s=timeout_s, **given) as client:
-            return client.generate_text(text).text
+def in_thread(work: Callable[[Client, str, Callable[[], None]], str]) -> Ask:
+    async def ask(
+        target: str,
+        text: str = "a",
+        timeout_s: float | None = PATIENCE_S,
+        on_delta: Callable[[], None] = lambda: None,
+        **given: Any,
+    ) -> str:
+        def run() -> str:
+            with Client(target, timeout_s=timeout_s, **given) as client:
+                return work(client, text, on_delta)
 
-    return await asyncio.to_thread(ask)
+        return await asyncio.to_thread(run)
 
-
-async def ask_sync_stream(
-    target: str,
-    text: str = "a",
-    timeout_s: float | None = PATIENCE_S,
-    on_delta: Callable[[], None] = lambda: None,
-    **given: Any,
-) -> str:
-    def ask() -> str:
-        with Client(target, timeout_s=timeout_s, **given) as client:
-            texts = []
-            for delta in client.generate(text):
-                texts.append(delta.text)
-                on_delta()
-            return "".join(texts)
-
-    return await asyncio.to_thread(ask)
+    return ask
 
 
-async def ask_sync_many(target: str, text: str = "a", timeout_s: float | None = PATIENCE_S, **given: Any) -> str:
-    def ask() -> str:
-        with Client(target, timeout_s=timeout_s, **given) as client:
-            (result,) = client.generate_many([text])
-            if isinstance(result, ServerError):
-                raise result
-            return result.text
-
-    return await asyncio.to_thread(ask)
+def stream_of(client: Client, text: str, on_delta: Callable[[], None]) -> str:
+    texts = []
+    for delta in client.generate(text):
+        texts.append(delta.text)
+        on_delta()
+    return "".join(texts)
 
 
+def one_of_many(client: Client, text: str, on_delta: Callable[[], None]) -> str:
+    (result,) = client.generate_many([text])
+    if isinstance(result, ServerError):
+        raise result
+    return result.text
+
+
+ask_sync_whole = in_thread(lambda client, text, _: client.generate_text(text).text)
+ask_sync_stream = in_thread(stream_of)
+ask_sync_many = in_thread(one_of_many)
 EVERY_KIND = pytest.mark.parametrize(
     "ask", [ask_async_whole, ask_async_stream, ask_sync_whole, ask_sync_stream, ask_sync_many]
 )
@@ -144,9 +140,7 @@ async def test_stream_is_never_retried_after_its_first_message(ask: Ask) -> None
     async with recording(break_off) as (target, asked):
         with pytest.raises(ServerError, match="gone"):
             await ask(
-                target,
-                connection=Connection(retry=AT_ONCE),
-                on_delta=lambda: loop.call_soon_threadsafe(is_read.set),
+                target, connection=Connection(retry=AT_ONCE), on_delta=lambda: loop.call_soon_threadsafe(is_read.set)
             )
     assert asked.num_attempts == 1
 
@@ -347,3 +341,41 @@ def test_loopback_targets_are_recognised(target: str, expected: bool) -> None:
 def test_token_that_would_travel_in_the_open_is_warned_of(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=r"the token is sent to 192\.0\.2\.1:50051 unencrypted"):
         Client("192.0.2.1:50051", connection=Connection(token="secret")).close()
+
+
+@pytest.mark.parametrize(
+    ("code", "is_known"),
+    [
+        (grpc.StatusCode.OK, True),
+        (grpc.StatusCode.UNIMPLEMENTED, False),
+        (grpc.StatusCode.UNAVAILABLE, None),
+        (grpc.StatusCode.UNAUTHENTICATED, None),
+    ],
+)
+def test_only_a_definite_answer_counts(code: grpc.StatusCode, is_known: bool | None) -> None:
+    assert offer_of(code, None) == Offer(is_known, 0, 1)
+
+
+def test_trailer_names_the_process() -> None:
+    assert offer_of(grpc.StatusCode.OK, [("x", "y"), (WORKER_KEY, "3/8")]) == Offer(True, 3, 8)
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 8, 32])
+def test_one_connection_to_each_process_is_kept(num_workers: int) -> None:
+    kernel = random.Random(num_workers)
+    first = Offer(True, kernel.randrange(num_workers), num_workers)
+    placement, kept = Placement(first), [first.worker]
+    while placement.wants_more():
+        offer = Offer(True, kernel.randrange(num_workers), num_workers)
+        if placement.keeps(offer):
+            kept.append(offer.worker)
+    assert sorted(kept) == list(range(num_workers))
+
+
+def test_attempts_end_when_a_process_is_never_reached() -> None:
+    placement, num_attempts = Placement(Offer(True, 0, 2)), 0
+    while placement.wants_more():
+        num_attempts += 1
+        assert not placement.keeps(Offer(True, 0, 2))
+        assert not placement.keeps(Offer(None, 1, 2))
+    assert num_attempts == 16

@@ -1,7 +1,5 @@
 """`antiphon explain` with a real server over known attention weights: its tables, its picture, its refusals."""
 
-from __future__ import annotations
-
 import asyncio
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Every control is a flag of the same name, and refusals name flags."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 

@@ -3,8 +3,6 @@
 Run `python -m tests.unit.client.unasync` after a change of antiphon/client/_async.py. Needs ruff.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

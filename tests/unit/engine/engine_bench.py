@@ -1,7 +1,5 @@
 """Engine with a real thread over the fake model, a gate that blocks its steps, and readers of its streams."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Sequence

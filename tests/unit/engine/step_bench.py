@@ -1,7 +1,5 @@
 """Stepper over the fake model, run step by step, with the invariants that must hold after every step."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Mapping
 

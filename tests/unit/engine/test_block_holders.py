@@ -1,7 +1,5 @@
 """Blocks of running requests, copied while the engine's threads are held in the middle of a step."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator, Sequence
 

@@ -1,10 +1,7 @@
 """Decoder-only and encoder-only models, step by step over the fake model: prompts, heads, and freed blocks."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -30,13 +27,6 @@ HEADS = {
         HeadConfig(task="pool", transform_width=4),
     )
 }
-
-
-@pytest.fixture(scope="module")
-def loop() -> Iterator[asyncio.AbstractEventLoop]:
-    loop = asyncio.new_event_loop()
-    yield loop
-    loop.close()
 
 
 def prompted(name: str, prompt: tuple[int, ...], params: SamplingParams, prefix: tuple[int, ...] = ()) -> Request:

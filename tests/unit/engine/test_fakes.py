@@ -1,7 +1,5 @@
 """The fake runner: its answers, and its errors when it is misused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import numpy as np

@@ -1,13 +1,9 @@
 """Arrays of running rows compared with their sequences, under random joins, ends and prefixes."""
 
-from __future__ import annotations
-
 import asyncio
 import math
-from collections.abc import Iterator
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,13 +20,6 @@ from tests.fakes import BOS_ID, request_of, source_of
 MAX_ROWS = 6
 BLOCK_SIZE = 4
 MAX_LEN = 20
-
-
-@pytest.fixture(scope="module")
-def loop() -> Iterator[asyncio.AbstractEventLoop]:
-    loop = asyncio.new_event_loop()
-    yield loop
-    loop.close()
 
 
 class Model:

@@ -1,29 +1,20 @@
-"""Single steps without the engine's thread: requests that start and end, and the step in which they free rows."""
-
-from __future__ import annotations
+"""Single steps without the engine's thread: requests, their prefixes, rows that are freed, and most cache blocks."""
 
 import asyncio
+import dataclasses
 import math
 import random
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
-from antiphon.domain.errors import DeadlineExceeded, EngineFault, QueueFull
-from antiphon.domain.request import CancelCause, FinishReason
+from antiphon.domain.errors import DeadlineExceeded, EngineFault, InvalidArgument, QueueFull
+from antiphon.domain.request import Arrival, CancelCause, FinishReason, Request, Task
 from antiphon.domain.sampling_params import SamplingParams
 from antiphon.engine.sequence import SequenceGroup, SequenceState
 from antiphon.ops.cache_geometry import blocks_for
-from tests.fakes import changed, request_of, source_of
+from tests.fakes import changed, request_of, scored, source_of
 from tests.unit.engine.step_bench import BLOCK_SIZE, Bench, expected
-
-
-@pytest.fixture
-def loop() -> Iterator[asyncio.AbstractEventLoop]:
-    loop = asyncio.new_event_loop()
-    yield loop
-    loop.close()
 
 
 @pytest.fixture
@@ -231,9 +222,7 @@ def test_step_fails_only_the_request_whose_logits_are_not_finite(bench: Bench, b
     assert bench.output(healthy).token_ids == expected(bench, healthy)[0]
 
 
-def test_step_gives_a_sampled_request_the_same_tokens_alone_and_in_a_batch(
-    loop: asyncio.AbstractEventLoop,
-) -> None:
+def test_step_gives_a_sampled_request_the_same_tokens_alone_and_in_a_batch(loop: asyncio.AbstractEventLoop) -> None:
     params = SamplingParams(temperature=1.5, top_k=20, top_p=0.9, seed=99)
     outputs = []
     for neighbours in (0, 3):
@@ -383,3 +372,133 @@ def test_sources_are_not_encoded_early_for_one_of_several_callers(loop: asyncio.
     bench.step()
     assert runs == [4]
     bench.finish()
+
+
+def test_step_feeds_a_prefix_beside_the_tokens_of_other_rows(bench: Bench) -> None:
+    running = bench.add("running", source_of(target_len=12))
+    bench.step()
+    prefixed = bench.add("prefixed", source_of(target_len=9), prefix=(7, 8, 9))
+    plain = bench.add("plain", source_of(target_len=2, variant=1))
+    bench.step()
+    bench.step()
+    assert bench.runner.decoded_rows == [1, 3, 3]
+    assert bench.runner.decoded_tokens == [1, 1 + 4 + 1, 3]
+    bench.finish()
+    event = bench.output(prefixed)
+    assert (event.token_ids, event.finish_reason) == expected(bench, prefixed)
+    assert (len(event.token_ids), event.num_generated) == (9 - 3, 10 - 3)
+    for sequence in (running, plain):
+        assert bench.output(sequence).token_ids == expected(bench, sequence)[0]
+
+
+def test_step_counts_a_prefix_in_blocks_and_in_the_longest_target(bench: Bench) -> None:
+    limited = bench.add("limited", source_of(target_len=60), SamplingParams(max_new_tokens=2), prefix=(7,) * 5)
+    full = bench.add("full", source_of(target_len=60, variant=1), prefix=(7,) * 30)
+    longest = bench.runner.facts.max_target_len
+    assert limited.num_self_blocks == blocks_for(1 + 5 + 2, BLOCK_SIZE)
+    assert (full.num_self_blocks, full.max_new_tokens) == (blocks_for(longest, BLOCK_SIZE), longest - 30)
+    bench.finish()
+    assert bench.output(limited).num_generated == 2
+    event = bench.output(full)
+    assert (event.finish_reason, event.num_generated) == (FinishReason.LENGTH, 2)
+
+
+@pytest.mark.parametrize(
+    ("prefix", "num_blocks", "message"),
+    [
+        ((7,) * 32, 64, "prefix is 32 tokens long; it must be 0 to 31 tokens long"),
+        ((64,), 64, "prefix is token id 64"),
+        ((7,) * 20, 5, "prefix is 20 tokens long; it must be at most 14 tokens long"),
+        ((7,) * 12, 5, "max_new_tokens is None; it must be at most 3"),
+    ],
+)
+def test_admission_refuses_a_prefix_that_could_never_run(
+    loop: asyncio.AbstractEventLoop, prefix: tuple[int, ...], num_blocks: int, message: str
+) -> None:
+    bench = Bench(loop, num_blocks=num_blocks)
+    with pytest.raises(InvalidArgument, match=message):
+        bench.add("a", source_of(target_len=3), prefix=prefix)
+
+
+def test_step_prefills_no_more_source_and_prefix_tokens_than_the_budget(bench: Bench) -> None:
+    for i in range(3):
+        bench.add(str(i), source_of(target_len=9, variant=i), prefix=(7,) * 4)  # 7 tokens each, of 16
+    bench.step()
+    assert bench.runner.decoded_tokens == [2 * 5]
+    bench.finish()
+
+
+SHORT_POOL, LARGE_POOL = 40, 200  # four rows of the longest source and target need 64 blocks
+SOURCE = source_of(target_len=9, length=7)
+GREEDY = request_of("a", SOURCE)
+
+
+def run(bench: Bench, request: Request) -> tuple[int, int]:
+    """Run one request alone. Return the reported number of blocks, and the most blocks in use before a graph ran."""
+    used: list[int] = []
+    bench.runner.before_encode = lambda sources: used.append(bench.pool.num_used)
+    bench.runner.before_decode = lambda num_rows: used.append(bench.pool.num_used)
+    group = bench.ask(request)
+    bench.finish()
+    (last,) = [event for event in bench.outputs(group) if event.is_last]
+    assert last.error is None
+    return last.cache_blocks, max(used)
+
+
+def test_greedy_request_holds_blocks_of_its_source_and_of_the_positions_that_it_writes(
+    loop: asyncio.AbstractEventLoop,
+) -> None:
+    """The begin token and nine words are written; the end token is not."""
+    bench = Bench(loop, num_blocks=SHORT_POOL)
+    reported, used = run(bench, GREEDY)
+    assert reported == used == blocks_for(len(SOURCE), BLOCK_SIZE) + blocks_for(1 + 9, BLOCK_SIZE)
+
+
+def test_greedy_request_holds_blocks_of_its_longest_target_when_the_pool_cannot_run_short(
+    loop: asyncio.AbstractEventLoop,
+) -> None:
+    bench = Bench(loop, num_blocks=LARGE_POOL)
+    longest = 12
+    request = dataclasses.replace(GREEDY, params=SamplingParams(max_new_tokens=longest))
+    reported, used = run(bench, request)
+    assert reported == used == blocks_for(len(SOURCE), BLOCK_SIZE) + blocks_for(1 + longest, BLOCK_SIZE)
+
+
+@pytest.mark.parametrize("num_blocks", [SHORT_POOL, LARGE_POOL])
+@pytest.mark.parametrize(
+    "asked",
+    [
+        dataclasses.replace(GREEDY, prefix_ids=(5, 6, 7)),
+        dataclasses.replace(GREEDY, params=SamplingParams(beam_width=4, max_new_tokens=9)),
+        dataclasses.replace(GREEDY, params=SamplingParams(temperature=1.0, num_return_sequences=3, max_new_tokens=9)),
+        scored(GREEDY, (9, 8, 7, 6, 5, 4)),
+        Request(task=Task.EMBED, arrival=Arrival(request_id="a", arrival_s=0.0), source_ids=SOURCE),
+    ],
+    ids=["prefix", "beams", "samples", "score", "embed"],
+)
+def test_reported_blocks_are_the_most_that_a_request_alone_takes_out_of_the_pool(
+    loop: asyncio.AbstractEventLoop, asked: Request, num_blocks: int
+) -> None:
+    bench = Bench(loop, num_blocks=num_blocks, reads_history=True)
+    reported, used = run(bench, asked)
+    assert reported == used > 0
+
+
+def test_preempted_request_reports_no_more_blocks_than_alone(loop: asyncio.AbstractEventLoop) -> None:
+    """It gives all its blocks back, and takes them again."""
+    source = source_of(target_len=40, length=4)
+    alone, _ = run(Bench(loop, num_blocks=SHORT_POOL), request_of("a", source))
+    bench = Bench(loop, num_blocks=alone + 8)
+    groups = [bench.add(str(index), source) for index in range(4)]
+    bench.finish()
+    assert bench.sample("preemptions_total")
+    for group in groups:
+        event = bench.output(group)
+        assert (event.finish_reason, event.cache_blocks) == (FinishReason.LENGTH, alone)
+
+
+def test_request_that_never_ran_reports_no_blocks(loop: asyncio.AbstractEventLoop) -> None:
+    bench = Bench(loop)
+    group = bench.ask(GREEDY)
+    bench.step("a")
+    assert bench.output(group).cache_blocks == 0

@@ -1,17 +1,18 @@
-"""Streams and the publisher in real event loops; tests move the loop's clock where time matters."""
-
-from __future__ import annotations
+"""Streams, their unread tokens and the publisher in real event loops; tests move the loop's clock."""
 
 import asyncio
 import dataclasses
 import gc
+import random
 import threading
+import tracemalloc
 
 import pytest
 
+import antiphon.engine.stream as stream_module
 from antiphon.domain.request import FinishReason, TokenEvent, TokenLogprob
 from antiphon.domain.sampling_params import SamplingParams
-from antiphon.engine.stream import OutputStream, Publisher
+from antiphon.engine.stream import Item, OutputStream, Publisher, UnreadTokens
 from antiphon.observability.call import CallRecord
 from tests.fakes import request_of
 
@@ -263,3 +264,60 @@ async def test_ended_call_is_freed_without_garbage_collection() -> None:
         assert not [one for one in gc.get_objects() if type(one) is OutputStream and one.request_id == name]
     finally:
         gc.enable()
+
+
+NUM_TOKENS = 256
+
+
+def logprob(rng: random.Random, num_alternatives: int) -> TokenLogprob:
+    """Return an entry whose numbers are exact in float32, as those of a model are."""
+    alternatives = tuple((rng.randrange(300, 1 << 20), -rng.randrange(1 << 20) / 1024) for _ in range(num_alternatives))
+    return TokenLogprob(rng.randrange(300, 1 << 20), -rng.randrange(1 << 20) / 1024, alternatives)
+
+
+def pushed(items: list[Item]) -> UnreadTokens:
+    tokens = UnreadTokens()
+    for item in items:
+        tokens.push(item)
+    return tokens
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 3, 4, 8, 9, 10, 100])
+@pytest.mark.parametrize("num_alternatives", [None, 0, 20])
+def test_tokens_are_taken_as_they_were_pushed(num_tokens: int, num_alternatives: int | None) -> None:
+    rng = random.Random(1)
+    entries = [logprob(rng, num_alternatives or 0) for _ in range(num_tokens)]
+    ids = tuple(entry.token_id for entry in entries)
+    tokens = pushed(list(ids) if num_alternatives is None else list(entries))
+    assert len(tokens) == num_tokens
+    assert tokens.take() == (ids, () if num_alternatives is None else tuple(entries))
+    assert (len(tokens), tokens.num_bytes, tokens.take()) == (0, 0, ((), ()))
+
+
+def test_tokens_without_log_probabilities_may_stand_between_others() -> None:
+    rng = random.Random(1)
+    items = [logprob(rng, 2) if number % 3 else number for number in range(50)]
+    ids, entries = pushed(items).take()
+    assert ids == tuple(item.token_id if isinstance(item, TokenLogprob) else item for item in items)
+    assert entries == tuple(item for item in items if isinstance(item, TokenLogprob))
+
+
+@pytest.mark.parametrize(("num_alternatives", "max_token_bytes"), [(None, 8), (0, 24), (20, 230)])
+def test_unread_tokens_take_the_memory_that_they_count(num_alternatives: int | None, max_token_bytes: int) -> None:
+    """Regression: a token with 20 alternatives took 3 KB, and 500 streams that nobody read 400 MB."""
+    rng = random.Random(1)
+    # Other threads of this process allocate too. A compiled module has no lines: its objects are this file's.
+    here = [tracemalloc.Filter(True, path) for path in (__file__, stream_module.__file__)]
+    tracemalloc.start()
+    try:
+        tokens = UnreadTokens()
+        for _ in range(NUM_TOKENS):
+            entry = logprob(rng, num_alternatives or 0)
+            tokens.push(entry.token_id if num_alternatives is None else entry)
+        del entry
+        gc.collect()  # empties the interpreter's list of freed tuples
+        num_bytes = sum(trace.size for trace in tracemalloc.take_snapshot().filter_traces(here).traces)
+    finally:
+        tracemalloc.stop()
+    assert num_bytes <= NUM_TOKENS * max_token_bytes
+    assert tokens.num_bytes == pytest.approx(num_bytes, rel=0.3, abs=1000)

@@ -1,4 +1,4 @@
-"""Small LSTM models and texts for the tests of model/antiphon/lab."""
+"""Small LSTM models, texts, toy settings and trials for the tests of model/antiphon/lab."""
 
 import random
 from pathlib import Path
@@ -6,7 +6,10 @@ from pathlib import Path
 import torch
 
 from antiphon.lab.datasets import ALGORITHM_VOCAB_SIZE, Algorithm, Dataset, Sizes, algorithm_dataset
+from antiphon.lab.experiment import Setting
+from antiphon.lab.experiments.ablations import trials_of
 from antiphon.lab.recurrent import RecurrentConfig, RecurrentModel
+from antiphon.lab.trial import Trial
 from antiphon.training.recipe import Recipe
 from antiphon.training.task import Group
 
@@ -23,13 +26,11 @@ def small_lstm(**fields: object) -> RecurrentModel:
 
 
 def random_ids(count: int, length: int, seed: int) -> list[list[int]]:
-    """Return lists of ordinary token ids."""
     chance = random.Random(seed)
     return [[chance.randrange(4, 20) for _ in range(length)] for _ in range(count)]
 
 
 def made_dataset(folder: Path, algorithm: Algorithm = "copy") -> Dataset:
-    """Return a small dataset of one task."""
     return algorithm_dataset(algorithm, folder, SIZES)
 
 
@@ -52,3 +53,13 @@ def small_recipe(folder: Path, **train: object) -> Recipe:
             train=settings | train,
         )
     )
+
+
+def toy_setting(folder: Path, seeds: tuple[int, ...] = (1,)) -> Setting:
+    return Setting(data=None, output=folder, scale=None, seeds=seeds)
+
+
+def toy_trial(folder: Path, name: str = "small", seed: int = 1, **train: object) -> Trial:
+    changed = {"checkpoint_every_steps": 6, **train}
+    (trial,) = trials_of(toy_setting(folder, (seed,)), {name: ({}, changed)}, steps=1)
+    return trial

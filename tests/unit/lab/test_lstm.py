@@ -1,15 +1,33 @@
-"""The LSTM against a row-by-row calculation with the formulas of the paper, and against itself."""
+"""The LSTM against the paper's formulas and against itself, its scan, and its training by Trainer."""
+
+import json
+import os
+from pathlib import Path
 
 import pytest
 import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from antiphon.lab.recurrent import RecurrentConfig, RecurrentModel, recurrent_greedy
-from tests.unit.lab.recurrent_models import random_ids, small_lstm
+from antiphon.checkpoints.checkpoint import load_weights, read_tensors
+from antiphon.errors import CheckpointError, RecipeError
+from antiphon.lab.recurrent import (
+    OpenRecurrent,
+    RecurrentConfig,
+    RecurrentModel,
+    RecurrentTask,
+    load_recurrent,
+    recurrent_greedy,
+)
+from antiphon.lab.scan import SPLITS, Split, scan_dataset
+from antiphon.text.tokenizer import Tokenizer
+from antiphon.training.corpus import load_corpus
+from antiphon.training.task import RunFolders
+from antiphon.training.trainer import Trainer
+from antiphon.training.translation import TranslationTask
+from tests.unit.lab.recurrent_models import ALONE, SHAPE, random_ids, small_lstm, small_recipe
 
 torch.set_num_threads(1)  # arrays this small are slower with several threads
-
 LAYERS = [(1, 1), (2, 2)]
 LENS = [7, 3, 5]
 
@@ -128,3 +146,149 @@ def test_wrong_field_is_named(field: str, value: object) -> None:
     fields = dict(vocab_size=20, d_model=16) | {field: value}
     with pytest.raises(ValidationError, match=field):
         RecurrentConfig.model_validate(fields)
+
+
+DATA = os.environ.get("ANTIPHON_DATA")
+needs_data = pytest.mark.skipif(DATA is None, reason="ANTIPHON_DATA does not name a folder with the training data")
+# Numbers of examples that Lake and Baroni 2018 and Loula et al. 2018 publish: training, test.
+PUBLISHED: dict[Split, tuple[int, int]] = {
+    "simple": (16728, 4182),
+    "length": (16990, 3920),
+    "addprim_jump": (14670, 7706),
+    "addprim_turn_left": (21890, 1208),
+    "template_around_right": (15225, 4476),
+    "template_jump_around_right": (18528, 1173),
+    "template_opposite_right": (15225, 4476),
+    "template_right": (15225, 4476),
+}
+
+
+@needs_data
+@pytest.mark.parametrize("split", SPLITS)
+def test_split_has_the_published_sizes_without_leakage(split: Split, tmp_path: Path) -> None:
+    corpus = load_corpus(scan_dataset(Path(str(DATA)), split, tmp_path).data, tmp_path)
+    assert (len(corpus.train) + len(corpus.valid), len(corpus.test)) == PUBLISHED[split]
+    assert 0.01 < len(corpus.valid) / PUBLISHED[split][0] < 0.03
+    parts = [{command for command, _ in part} for part in (corpus.train, corpus.valid, corpus.test)]
+    assert parts[0].isdisjoint(parts[1] | parts[2])
+    assert parts[1].isdisjoint(parts[2])
+
+
+@needs_data
+def test_examples_of_a_template_split_outside_both_parts_have_turn_in_the_place_of_the_verb(tmp_path: Path) -> None:
+    everything = load_corpus(scan_dataset(Path(str(DATA)), "simple", tmp_path).data, tmp_path)
+    split = load_corpus(scan_dataset(Path(str(DATA)), "template_around_right", tmp_path).data, tmp_path)
+    of_parts = {*split.train, *split.valid, *split.test}
+    rest = [pair for pair in [*everything.train, *everything.valid, *everything.test] if pair not in of_parts]
+    assert len(rest) == 20_910 - 15_225 - 4_476
+    assert all("turn around right" in command for command, _ in rest)
+    assert not any("around right" in command for command, _ in [*split.train, *split.valid])
+    assert all("around right" in command for command, _ in split.test)
+
+
+@needs_data
+@pytest.mark.parametrize("split", ["addprim_jump", "addprim_turn_left"])
+def test_the_lone_primitive_is_trained(split: Split, tmp_path: Path) -> None:
+    train = load_corpus(scan_dataset(Path(str(DATA)), split, tmp_path).data, tmp_path).train
+    primitive = split.removeprefix("addprim_").replace("_", " ")
+    assert sum(command == primitive for command, _ in train) > 1000
+
+
+@needs_data
+def test_each_word_is_one_token(tmp_path: Path) -> None:
+    dataset = scan_dataset(Path(str(DATA)), "length", tmp_path)
+    corpus = load_corpus(dataset.data, tmp_path)
+    tokenizer = Tokenizer.train([text for pair in corpus.train for text in pair], dataset.vocab_size)
+    for text in (text for pair in [*corpus.train[:500], *corpus.test[:500]] for text in pair):
+        assert len(tokenizer.encode(text)) == len(text.split())
+
+
+def test_missing_data_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"scan/tasks_train_simple\.txt\.gz is missing"):
+        scan_dataset(tmp_path, "simple", tmp_path)
+
+
+torch.set_num_threads(1)  # arrays this small are slower with several threads
+
+
+def make_trainer(folder: Path, run: str, **train: object) -> Trainer:
+    return Trainer(small_recipe(folder, **train), folder, folder / run, ALONE, open_task=OpenRecurrent(SHAPE))
+
+
+def test_batches_are_those_of_the_transformer(tmp_path: Path) -> None:
+    recipe = small_recipe(tmp_path)
+    lstm = RecurrentTask(recipe, RunFolders(data=tmp_path, run=tmp_path / "lstm", group=ALONE), SHAPE)
+    transformer = TranslationTask(recipe, RunFolders(data=tmp_path, run=tmp_path / "transformer", group=ALONE))
+    expected, found = transformer.batches("train", 7), lstm.batches("train", 7)
+    assert len(expected) == len(found) > 1
+    for index in range(len(expected)):
+        for name in ("source", "source_lens", "inputs", "labels"):
+            assert torch.equal(getattr(expected[index], name), getattr(found[index], name))
+
+
+def test_stopped_run_ends_with_the_weights_of_an_uninterrupted_one(tmp_path: Path) -> None:
+    whole = make_trainer(tmp_path, "whole").run()
+    stopped = make_trainer(tmp_path, "stopped")
+    step = stopped.train_step
+
+    def stopped_at_9(batch: object) -> float:
+        if stopped.progress.step == 9:
+            raise InterruptedError
+        return step(batch)  # type: ignore[arg-type]
+
+    stopped.train_step = stopped_at_9  # type: ignore[method-assign]
+    with pytest.raises(InterruptedError):
+        stopped.run()
+    again = make_trainer(tmp_path, "stopped").run()
+    assert whole is not None
+    assert again is not None
+    expected, found = (read_tensors(path / "model.safetensors") for path in (whole, again))
+    assert expected.keys() == found.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(tensor, found[name]), name
+
+
+def test_training_lowers_the_loss_and_its_checkpoint_is_read_back(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, "run", max_steps=40, checkpoint_every_steps=40)
+    before = trainer.validate()
+    averaged = trainer.run()
+    assert averaged is not None
+    assert trainer.validate() < before - 0.5
+    model = load_recurrent(averaged)
+    assert model.config == trainer.task.config
+    assert not model.training
+    for name, tensor in trainer.model.state_dict().items():
+        assert torch.equal(tensor, model.state_dict()[name]), name
+
+
+def test_damaged_checkpoint_is_refused_by_name(tmp_path: Path) -> None:
+    averaged = make_trainer(tmp_path, "run", max_steps=1).run()
+    assert averaged is not None
+    config = averaged / "config.json"
+    described = json.loads(config.read_text())
+    config.write_text(json.dumps(described | {"version": 9}))
+    with pytest.raises(CheckpointError, match=r"config\.json: version is 9, expected 1"):
+        load_recurrent(averaged)
+    described["model"]["d_model"] = 15
+    config.write_text(json.dumps(described))
+    with pytest.raises(CheckpointError, match=r"config\.json: d_model"):
+        load_recurrent(averaged)
+    config.unlink()
+    with pytest.raises(CheckpointError, match=r"averaged is not a checkpoint: config\.json is missing"):
+        load_recurrent(averaged)
+
+
+def test_checkpoint_of_another_shape_is_refused(tmp_path: Path) -> None:
+    averaged = make_trainer(tmp_path, "run", max_steps=1).run()
+    assert averaged is not None
+    other = Trainer(
+        small_recipe(tmp_path), tmp_path, tmp_path / "wide", ALONE, open_task=OpenRecurrent(SHAPE | {"d_model": 48})
+    )
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: .* has shape"):
+        load_weights(other.model, averaged / "model.safetensors")
+
+
+def test_wrong_field_of_the_shape_is_named(tmp_path: Path) -> None:
+    folders = RunFolders(data=tmp_path, run=tmp_path / "run", group=ALONE)
+    with pytest.raises(RecipeError, match="LSTM: d_model"):
+        RecurrentTask(small_recipe(tmp_path), folders, {"d_model": 15})

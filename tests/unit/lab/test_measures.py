@@ -1,7 +1,6 @@
 """Measures of trained models: forced log-probabilities, recomputation, other lengths, BLEU."""
 
-from __future__ import annotations
-
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import torch
 from antiphon.architecture.config import Positions
 from antiphon.checkpoints.checkpoint import Checkpoint, load_checkpoint, with_lengths
 from antiphon.errors import CheckpointError
-from antiphon.lab.accuracy import bleu_of, forced, translations
+from antiphon.lab.accuracy import bleu_of, exact_match, forced, share_correct, translations
 from antiphon.lab.costs import crossing, growth, median_seconds
 from antiphon.lab.experiments.decoding import recomputed
 from antiphon.lab.trial import train
@@ -22,7 +21,7 @@ from antiphon.transformer.greedy import greedy
 from antiphon.transformer.random_model import random_transformer
 from antiphon.transformer.transformer import Transformer
 from tests.parity.exports import small_config
-from tests.unit.lab.settings import toy_trial
+from tests.unit.lab.recurrent_models import toy_trial
 
 torch.set_num_threads(1)
 
@@ -129,3 +128,33 @@ def test_median_seconds_alternate_and_leave_out_the_first_round() -> None:
     runs = {name: partial(run, name) for name in took}
     assert median_seconds(runs, 3, clock=lambda: now) == {"one": 2.0, "other": 20.0}
     assert calls == ["one", "other"] * 4
+
+
+PAIRS = [("a", "a"), ("a b", "a b"), ("b a", "a b"), ("a b c", "a b c"), ("c", "c")]
+
+
+def tokenizer() -> Tokenizer:
+    return Tokenizer.train(["a b c"], 300)
+
+
+def test_exact_match_counts_by_target_length() -> None:
+    """A decoder that copies its source is wrong for "b a" only."""
+
+    def copying(sources: Sequence[Sequence[int]], max_new_tokens: int) -> list[list[int]]:
+        return [list(source[:-1])[:max_new_tokens] for source in sources]
+
+    found = exact_match(copying, tokenizer(), PAIRS, batch_rows=2)
+    assert found == {1: [True, True], 2: [True, False], 3: [True]}
+    assert share_correct(found) == 0.8
+
+
+def test_output_that_does_not_end_is_wrong() -> None:
+    def endless(sources: Sequence[Sequence[int]], max_new_tokens: int) -> list[list[int]]:
+        return [(list(source[:-1]) * 100)[:max_new_tokens] for source in sources]
+
+    assert share_correct(exact_match(endless, tokenizer(), PAIRS)) == 0
+
+
+def test_no_pairs_are_refused() -> None:
+    with pytest.raises(ValueError, match="pairs is empty"):
+        exact_match(lambda sources, max_new_tokens: [], tokenizer(), [])

@@ -1,7 +1,5 @@
 """Predicted memory against measured memory, over a grid of small models; both are deterministic."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product

@@ -1,7 +1,5 @@
 """The command `antiphon memory`: its page, its JSON and its errors."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path

@@ -1,6 +1,4 @@
-"""Trials: finished ones are read, killed ones resumed, results depend on the seed only."""
-
-from __future__ import annotations
+"""Trials: finished ones are read, killed ones resumed, results depend on the seed only; every experiment runs."""
 
 import json
 import os
@@ -16,13 +14,16 @@ import pytest
 import torch
 
 from antiphon.checkpoints.checkpoint import load_checkpoint
+from antiphon.cli.main import main
 from antiphon.lab import trial as trials
+from antiphon.lab.command import EXPERIMENTS
 from antiphon.lab.experiment import Experiment, Setting, run_trials
 from antiphon.lab.experiments.ablations import measure
-from antiphon.lab.experiments.encoders import BERT, COMPARE, STUDENT
+from antiphon.lab.experiments.encoders import BERT, COMPARE, COUNTS, STUDENT, TRANSFER, TRANSFER_TASKS
 from antiphon.lab.trial import Figures, Folders, Trial, run_trial
+from antiphon.training.recipe import load_any_recipe
 from tests.integration.process import environment
-from tests.unit.lab.settings import toy_setting, toy_trial
+from tests.unit.lab.recurrent_models import toy_setting, toy_trial
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +71,7 @@ import torch
 torch.set_num_threads(1)
 from antiphon.lab.trial import run_trial
 from antiphon.training.trainer import Trainer
-from tests.unit.lab.settings import toy_setting, toy_trial
+from tests.unit.lab.recurrent_models import toy_setting, toy_trial
 from tests.unit.lab.test_trial import folders, parameters
 
 folder = Path(sys.argv[1])
@@ -139,3 +140,48 @@ def test_student_is_trained_after_its_teacher_and_from_its_weights(tmp_path: Pat
         load_checkpoint(averaged).config.encoder_layers
         == load_checkpoint(tmp_path / "runs" / teacher.key / "averaged").config.encoder_layers // 2
     )
+
+
+def test_rows_of_a_seed_share_one_encoder_of_bert_small(tmp_path: Path) -> None:
+    trials = TRANSFER.trials(Setting(data=tmp_path, output=tmp_path, seeds=(1, 2)))
+    assert len(trials) == 2 * len(TRANSFER_TASKS) * len(COUNTS)
+    assert len({trial.key for trial in trials}) == 2
+    assert all(trial.recipe == load_any_recipe("bert-small") for trial in trials if trial.seed == 1)
+    assert {trial.data for trial in trials} == {tmp_path}
+
+
+def test_scale_changes_the_steps_of_warm_up_and_training(tmp_path: Path) -> None:
+    whole, half = (
+        TRANSFER.trials(Setting(data=tmp_path, output=tmp_path, scale=scale, seeds=(1,)))[0].recipe.train
+        for scale in (1.0, 0.5)
+    )
+    assert (2 * half.max_steps, 2 * half.warmup_steps) == (whole.max_steps, whole.warmup_steps)
+
+
+def test_rows_of_a_changed_task_have_the_same_run_and_another_result(tmp_path: Path) -> None:
+    trial = TRANSFER.trials(Setting(data=tmp_path, output=tmp_path, seeds=(1,)))[0]
+    (task,) = trial.tasks
+    train = task.train.model_copy(update={"peak_lr": 1e-5})
+    changed = replace(trial, tasks=(task.model_copy(update={"train": train}),))
+    assert changed.key == trial.key
+    assert changed.result_name != trial.result_name
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_experiment_runs_at_toy_size(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    experiment = EXPERIMENTS[name]
+    assert main(["lab", name, "--scale", "toy", "--seeds", "1", "--jobs", "1", "--output", str(tmp_path)]) == 0
+    page = capsys.readouterr().out
+    assert experiment.question in page
+    assert page.startswith((tmp_path / "RESULTS.md").read_text().partition("\n\n")[2])
+    assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    found = json.loads((tmp_path / f"{name}.json").read_text())
+    assert len(found["trials"]) == len(experiment.trials(toy_setting(tmp_path))) > 0
+    shown = {figure for figure in experiment.columns for trial in found["trials"] if figure in trial["figures"]}
+    assert shown == set(experiment.columns), "every column has a value in some row"
+    assert all(claim["source"] and claim["measured"] for claim in found["claims"])
+
+
+def test_compare_is_a_command_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", "--scale", "1"]) == 2
+    assert "--data is missing" in capsys.readouterr().err

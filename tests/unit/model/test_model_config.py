@@ -1,4 +1,4 @@
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -8,6 +8,7 @@ from pydantic import ValidationError
 from antiphon.architecture.config import Activation, ModelConfig, preset
 from antiphon.architecture.heads import HeadActivation
 from antiphon.ops.activations import ACTIVATIONS
+from antiphon.transformer.dropout import Dropout
 from antiphon.transformer.transformer import Transformer
 
 
@@ -45,30 +46,43 @@ def test_every_activation_of_a_configuration_has_a_function() -> None:
     assert set(get_args(Activation)) < ACTIVATIONS.keys()
 
 
+LLAMA3 = dict(kind="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32)
+HEADS: dict[str, Any] = dict(encoder_self=[4, 2], decoder_self=[1, 3], decoder_cross=[1, 2])
+SCALING = r"rope_scaling\."
+
+
 @pytest.mark.parametrize(
-    ("field", "value"),
+    ("changes", "message"),
     [
-        ("vocab_size", 3),
-        ("num_heads", 5),
-        ("encoder_layers", 0),
-        ("decoder_layers", 0),
-        ("norm", "batchnorm"),
-        ("dropout", 1.0),
-        ("eos_id", 96),
-        ("attention_scale", 0),
-        ("positions_offset", -1),
-        ("no_such_field", 1),
+        (dict(vocab_size=3), "vocab_size"),
+        (dict(num_heads=5), "num_heads"),
+        (dict(encoder_layers=0), "encoder_layers"),
+        (dict(decoder_layers=0), "decoder_layers"),
+        (dict(norm="batchnorm"), "norm"),
+        (dict(dropout=1.0), "dropout"),
+        (dict(eos_id=96), "eos_id"),
+        (dict(attention_scale=0), "attention_scale"),
+        (dict(positions_offset=-1), "positions_offset"),
+        (dict(no_such_field=1), "no_such_field"),
+        (dict(positions="rope", head_dim=7), "head_dim=7"),
+        (dict(positions="rope", positions_offset=2), "positions_offset=2 does not fit positions='rope'"),
+        (dict(positions="learned", sinusoids="halves"), "sinusoids='halves' does not fit positions='learned'"),
+        (dict(positions="t5_relative", relative_buckets=32, relative_max_distance=16), "relative_max_distance=16"),
+        (dict(rope_scaling=LLAMA3), "rope_scaling='llama3' does not fit positions='sinusoidal'"),
+        (dict(token_types=2), "token_types=2 does not fit architecture='encoder-decoder'"),
+        (dict(embedding_width=16), "embedding_width=16 does not fit architecture='encoder-decoder'"),
+        (dict(share_layers=True), "share_layers=True does not fit architecture='encoder-decoder'"),
+        (dict(module_heads=HEADS, positions="alibi"), "module_heads does not fit positions='alibi'"),
+        (dict(module_heads=HEADS, positions="t5_relative"), "module_heads does not fit positions='t5_relative'"),
+        (
+            dict(module_heads={**HEADS, "decoder_self": []}, architecture="encoder", decoder_layers=0),
+            "module_heads does not fit architecture='encoder'",
+        ),
     ],
 )
-def test_config_names_the_wrong_field(field: str, value: object) -> None:
-    with pytest.raises(ValidationError) as error:
-        preset("tiny", **{field: value})
-    assert field in str(error.value)
-
-
-def test_rope_needs_an_even_head_width() -> None:
-    with pytest.raises(ValidationError, match="head_dim=7"):
-        preset("tiny", positions="rope", head_dim=7)
+def test_config_names_the_wrong_field(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        preset("tiny", **changes)
 
 
 @pytest.mark.parametrize(
@@ -82,61 +96,25 @@ def test_rope_needs_an_even_head_width() -> None:
     ],
 )
 def test_heads_of_modules_fit_layers_and_num_heads(changes: dict[str, object], message: str) -> None:
-    heads: dict[str, object] = dict(encoder_self=[4, 2], decoder_self=[1, 3], decoder_cross=[1, 2])
-    assert preset("tiny", module_heads=heads).cache_heads == 3
+    assert preset("tiny", module_heads=HEADS).cache_heads == 3
     with pytest.raises(ValidationError, match=message):
-        preset("tiny", module_heads={**heads, **changes})
-
-
-@pytest.mark.parametrize("positions", ["alibi", "t5_relative"])
-def test_heads_of_modules_need_positions_without_a_bias_by_head(positions: str) -> None:
-    heads = dict(encoder_self=[4, 2], decoder_self=[1, 3], decoder_cross=[1, 2])
-    with pytest.raises(ValidationError, match=f"module_heads does not fit positions='{positions}'"):
-        preset("tiny", module_heads=heads, positions=positions)
-
-
-def test_heads_of_modules_need_an_encoder_and_a_decoder() -> None:
-    heads = dict(encoder_self=[4, 2], decoder_self=[], decoder_cross=[])
-    with pytest.raises(ValidationError, match="module_heads does not fit architecture='encoder'"):
-        preset("tiny", module_heads=heads, architecture="encoder", decoder_layers=0)
-
-
-def test_configurations_without_heads_of_modules_are_written_as_before() -> None:
-    assert "module_heads" not in preset("tiny").model_dump(mode="json", exclude_none=True)
-    assert preset("tiny").cache_heads == preset("tiny").num_heads
-
-
-def test_relative_distances_must_exceed_the_exact_buckets() -> None:
-    """At or below half of the buckets, the logarithm for the others is at most 0, so none of them would exist."""
-    preset("tiny", positions="t5_relative", relative_buckets=32, relative_max_distance=17)
-    with pytest.raises(ValidationError, match="relative_max_distance=16"):
-        preset("tiny", positions="t5_relative", relative_buckets=32, relative_max_distance=16)
-
-
-def test_settings_of_position_tables_need_a_table() -> None:
-    with pytest.raises(ValidationError, match="positions_offset=2 does not fit positions='rope'"):
-        preset("tiny", positions="rope", positions_offset=2)
-    with pytest.raises(ValidationError, match="sinusoids='halves' does not fit positions='learned'"):
-        preset("tiny", positions="learned", sinusoids="halves")
-
-
-LLAMA3 = dict(kind="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32)
+        preset("tiny", module_heads={**HEADS, **changes})
 
 
 @pytest.mark.parametrize(
     ("scaling", "message"),
     [
         (dict(kind="yarn", factor=2.0), r"rope_scaling\n.*'yarn'.*'linear', 'llama3'"),
-        (dict(kind="linear"), r"rope_scaling\.linear\.factor\n.*required"),
-        (dict(kind="linear", factor=0.5), r"rope_scaling\.linear\.factor\n.*greater than or equal to 1"),
-        (dict(kind="linear", factor=float("inf")), r"rope_scaling\.linear\.factor\n.*less than or equal to 65536"),
-        (dict(kind="linear", factor="2"), r"rope_scaling\.linear\.factor\n.*valid number"),
-        (dict(kind="linear", factor=2.0, low_freq_factor=1.0), r"rope_scaling\.linear\.low_freq_factor\n"),
-        ({**LLAMA3, "low_freq_factor": 0.0}, r"rope_scaling\.llama3\.low_freq_factor\n.*greater than 0"),
-        ({**LLAMA3, "high_freq_factor": 1.0}, r"high_freq_factor=1\.0 must be above low_freq_factor=1\.0"),
+        (dict(kind="linear"), SCALING + r"linear\.factor\n.*required"),
+        (dict(kind="linear", factor=0.5), SCALING + r"linear\.factor\n.*greater than or equal to 1"),
+        (dict(kind="linear", factor=float("inf")), SCALING + r"linear\.factor\n.*less than or equal to 65536"),
+        (dict(kind="linear", factor="2"), SCALING + r"linear\.factor\n.*valid number"),
+        (dict(kind="linear", factor=2.0, low_freq_factor=1.0), SCALING + r"linear\.low_freq_factor\n"),
+        (LLAMA3 | dict(low_freq_factor=0.0), SCALING + r"llama3\.low_freq_factor\n.*greater than 0"),
+        (LLAMA3 | dict(high_freq_factor=1.0), r"high_freq_factor=1\.0 must be above low_freq_factor=1\.0"),
         (
-            {**LLAMA3, "original_max_position_embeddings": 0},
-            r"rope_scaling\.llama3\.original_max_position_embeddings\n.*greater than or equal to 1",
+            LLAMA3 | dict(original_max_position_embeddings=0),
+            SCALING + r"llama3\.original_max_position_embeddings\n.*greater than or equal to 1",
         ),
     ],
 )
@@ -145,9 +123,14 @@ def test_scaling_of_rotary_positions_names_the_wrong_field(scaling: dict[str, ob
         preset("tiny", positions="rope", rope_scaling=scaling)
 
 
-def test_scaling_needs_rotary_positions() -> None:
-    with pytest.raises(ValidationError, match="rope_scaling='llama3' does not fit positions='sinusoidal'"):
-        preset("tiny", rope_scaling=LLAMA3)
+def test_relative_distances_may_just_exceed_the_exact_buckets() -> None:
+    """At or below half of the buckets, the logarithm for the others is at most 0, so none of them would exist."""
+    preset("tiny", positions="t5_relative", relative_buckets=32, relative_max_distance=17)
+
+
+def test_configurations_without_heads_of_modules_are_written_as_before() -> None:
+    assert "module_heads" not in preset("tiny").model_dump(mode="json", exclude_none=True)
+    assert preset("tiny").cache_heads == preset("tiny").num_heads
 
 
 def test_unknown_preset_is_named_with_those_that_exist() -> None:
@@ -184,12 +167,6 @@ def test_config_is_equal_after_a_round_trip_through_json() -> None:
     assert ModelConfig.model_validate_json(config.model_dump_json()) == config
 
 
-def test_options_of_encoders_are_refused_in_other_architectures() -> None:
-    for name, value in dict(token_types=2, embedding_width=16, share_layers=True).items():
-        with pytest.raises(ValidationError, match=f"{name}={value} does not fit architecture='encoder-decoder'"):
-            preset("tiny", **{name: value})
-
-
 def test_tied_head_needs_the_width_of_the_embeddings() -> None:
     encoder = dict(architecture="encoder", decoder_layers=0, embedding_width=16)
     head = dict(task="fill_mask", tied=True)
@@ -205,3 +182,45 @@ def test_head_for_embed_needs_the_width_of_the_declared_poolings() -> None:
     for wrong in (encoder | dict(heads=[head]), encoder | dict(embedding=None, heads=[{**head, "input_width": 64}])):
         with pytest.raises(ValidationError, match=r"embed reads .* numbers, which is not the width of embedding"):
             preset("tiny", **wrong)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("p", [0.1, 0.5])
+def test_share_scale_and_gradient(p: float, dtype: torch.dtype) -> None:
+    dropout = Dropout(p)
+    x = torch.ones(400, 257, dtype=dtype, requires_grad=True)
+    torch.manual_seed(3)
+    y = dropout(x)
+    rounded = round(256 * p) / 256
+    is_dropped = y == 0
+    assert is_dropped.double().mean() == pytest.approx(rounded, abs=5 * (p * (1 - p) / x.numel()) ** 0.5)
+    assert abs(rounded - p) <= 1 / 512
+    torch.testing.assert_close(
+        y[~is_dropped].float(), torch.full([int((~is_dropped).sum())], 1 / (1 - rounded)), rtol=4e-3, atol=0
+    )
+    y.sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, y)  # the gradient has the same elements and the same scale
+
+
+def test_elements_are_independent() -> None:
+    torch.manual_seed(4)
+    dropped = (Dropout(0.25)(torch.ones(20_000, 16)) == 0).double()
+    correlations = torch.corrcoef(dropped.T) - torch.eye(16)
+    assert correlations.abs().max() < 5 / 20_000**0.5
+
+
+def test_seed_decides_the_elements() -> None:
+    x = torch.ones(30, 30)
+    outputs = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        outputs.append(Dropout(0.3)(x))
+    assert torch.equal(outputs[0], outputs[1])
+    assert not torch.equal(outputs[0], outputs[2])
+
+
+def test_nothing_changes_outside_training() -> None:
+    x = torch.ones(5, 5)
+    assert Dropout(0.5).eval()(x) is x
+    assert Dropout(0.0)(x) is x

@@ -1,7 +1,5 @@
 """GenerateMany: every request answered once to the end, as by a call of its own; ids, cancellations, limits, ends."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import threading
@@ -21,6 +19,7 @@ from antiphon.v1 import inference_pb2 as pb
 from antiphon.v1.inference_pb2_grpc import InferenceServiceStub
 from tests.fakes import FakeClock, FakeRunner, limits_for
 from tests.serving import SOURCE, Gate, Serving, asking, asking_whole, details_of, serving, stub_of
+from tests.waits import comes_true
 
 BAD: dict[str, Any] = {"top_k": -1}
 ENDLESS: dict[str, Any] = dict(ignore_eos=True)
@@ -289,20 +288,13 @@ async def test_client_that_vanishes_leaves_nothing_behind() -> None:
         talk = Talk(served)
         await talk.send(*(one(i, **ENDLESS) for i in range(20)))
         await asyncio.to_thread(gate.reached.wait)
-        async with asyncio.timeout(60):
-            while True:  # until all have begun; the call itself counts too
-                if served.registry.get_sample_value("antiphon_grpc_server_in_flight") == 21:
-                    break
-                await asyncio.sleep(0.01)
+        # All have begun; the call itself counts too.
+        await comes_true(lambda: served.registry.get_sample_value("antiphon_grpc_server_in_flight") == 21)
         talk.call.cancel()
         gate.open()
-        async with asyncio.timeout(60):
-            while True:  # their records end with the engine's next step
-                requests = [call for call in served.ended if call.method.endswith(":request")]
-                if len(requests) == 20:
-                    break
-                await asyncio.sleep(0.01)
-        assert {call.code for call in requests} == {"CANCELLED"}
+        # Their records end with the engine's next step.
+        await comes_true(lambda: sum(call.method.endswith(":request") for call in served.ended) == 20)
+        assert {call.code for call in served.ended if call.method.endswith(":request")} == {"CANCELLED"}
     # `serving` checks that every row and block is free.
 
 
@@ -405,11 +397,7 @@ async def test_answered_requests_are_freed_without_garbage_collection() -> None:
             talk = Talk(served, metadata=(("x-request-id", "freed-at-once"),))
             await talk.send(*(one(i) for i in range(20)), one(20, **BAD))
             await talk.until(*range(21))
-            async with asyncio.timeout(60):
-                while True:
-                    if not left("freed-at-once"):  # after the last turns of the event loop and the engine
-                        break
-                    await asyncio.sleep(0.01)
+            await comes_true(lambda: not left("freed-at-once"))  # after the last turns of the event loop and the engine
         finally:
             gc.enable()
         await talk.finish()

@@ -1,7 +1,5 @@
 """Languages and templates of a served model: positions of the codes, and refusals."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from typing import Any
@@ -26,9 +24,7 @@ FIRST = TextFormat(
 )
 BEGIN = FIRST.model_copy(
     update=dict(
-        template=("$text", EOS_ID, "$source_language"),
-        target_language_place="begin",
-        default_target_language="de",
+        template=("$text", EOS_ID, "$source_language"), target_language_place="begin", default_target_language="de"
     )
 )
 IN_SOURCE = FIRST.model_copy(

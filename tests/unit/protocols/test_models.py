@@ -1,7 +1,5 @@
 """Selection of a request's model: by its name, or the default, on every RPC."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import grpc
@@ -42,11 +40,7 @@ def test_find_returns_the_first_model_for_no_name_and_the_next_after_its_removal
 
 @pytest.mark.parametrize(
     ("count", "listed"),
-    [
-        (1, "'m0' is"),
-        (2, "'m0', 'm1' are"),
-        (100, "'m0', 'm1', 'm2', 'm3', 'm4', 'm5', 'm6', 'm7' and 92 more are"),
-    ],
+    [(1, "'m0' is"), (2, "'m0', 'm1' are"), (100, "'m0', 'm1', 'm2', 'm3', 'm4', 'm5', 'm6', 'm7' and 92 more are")],
 )
 def test_find_lists_the_served_models_in_a_message_of_bounded_length(count: int, listed: str) -> None:
     models = models_of(*(f"m{index}" for index in range(count)))

@@ -1,7 +1,5 @@
 """NextToken over a real channel with a fake model: its answers and refusals, and the engine beside it."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import math
@@ -15,17 +13,7 @@ from antiphon.architecture.heads import HeadConfig
 from antiphon.runtime.explain import NextScores, NextTokenScorer
 from antiphon.v1 import inference_pb2 as pb
 from tests.fakes import EOS_ID, FakeRunner
-from tests.serving import (
-    SOURCE,
-    Gate,
-    asking_whole,
-    details_of,
-    fake_scorer,
-    refusal,
-    serving,
-    stub_of,
-    tiny_tokenizer,
-)
+from tests.serving import SOURCE, Gate, asking_whole, details_of, fake_scorer, refusal, serving, stub_of, tiny_tokenizer
 
 SOURCE_IDS = pb.TokenIds(ids=SOURCE)
 STAGES = [number for number in pb.SamplingStage.values() if number]

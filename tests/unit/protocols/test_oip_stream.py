@@ -1,7 +1,5 @@
 """ModelStreamInfer: deltas that add up to the answer, one final response per request, errors of a single request."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import defaultdict
 from typing import Any
@@ -17,6 +15,7 @@ from antiphon.v1 import inference_pb2 as pb
 from tests.fakes import EOS_ID
 from tests.oip import ids_request, num_cancelled, oip_stub, tensors, text_request
 from tests.serving import MODEL_NAME, SOURCE, Gate, Serving, asking_whole, details_of, serving, stub_of
+from tests.waits import comes_true
 
 ENDS_CALL = (("triton_grpc_error", "true"),)
 BAD = {"top_k": -1}
@@ -125,11 +124,8 @@ async def test_cancelling_the_stream_cancels_its_requests() -> None:
         for _ in range(3):
             await stream.write(ids_request(SOURCE))
         await asyncio.to_thread(gate.reached.wait)
-        async with asyncio.timeout(60):
-            while True:
-                if served.registry.get_sample_value("antiphon_grpc_server_in_flight") == 4:  # stream and requests
-                    break
-                await asyncio.sleep(0.01)
+        # Stream and requests.
+        await comes_true(lambda: served.registry.get_sample_value("antiphon_grpc_server_in_flight") == 4)
         stream.cancel()
         await served.calls.wait_until_idle()
         gate.open()

@@ -1,17 +1,34 @@
-"""The contract over a real channel: deltas, terminal messages, refusals, cancellation."""
+"""The contract over a real channel: deltas, terminal messages, refusals, special tokens, and a client's departure."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import grpc
 import grpc.aio
 import pytest
+from prometheus_client import CollectorRegistry
 
+from antiphon.architecture.config import preset
+from antiphon.domain.errors import DeadlineExceeded, InvalidArgument
 from antiphon.domain.limits import EngineLimits
+from antiphon.domain.request import Request
+from antiphon.domain.sampling_params import Controls, SamplingParams
+from antiphon.engine.engine import Engine
+from antiphon.engine.stream import OutputStream
+from antiphon.observability.call import CallRecord
+from antiphon.observability.engine_metrics import Metrics
+from antiphon.observability.metrics import MetricFamilies
+from antiphon.rpc.v1.inputs import Inputs, LongTexts
+from antiphon.rpc.v1.languages import NO_LANGUAGES
+from antiphon.rpc.v1.streaming import cancelled_on_error
+from antiphon.text.format import TextFormat
+from antiphon.text.tokenizer import byte_bpe_format
 from antiphon.v1 import inference_pb2 as pb
-from tests.fakes import BOS_ID, EOS_ID
+from tests.fakes import BOS_ID, EOS_ID, FakeClock, FakeRunner, limits_for, request_of, source_of
 from tests.serving import (
     MODEL_NAME,
     SOURCE,
@@ -23,6 +40,7 @@ from tests.serving import (
     refusal,
     serving,
     stub_of,
+    tiny_tokenizer,
 )
 
 if TYPE_CHECKING:
@@ -111,6 +129,40 @@ async def test_get_model_returns_the_description_of_list_models() -> None:
     assert by_name.model.default_options.HasField("temperature")
 
 
+BAD_OPTIONS: list[tuple[dict[str, Any], str, str]] = [
+    (dict(top_p=2), "top_p", r"2\.0.* at most 1"),
+    (dict(top_p=0), "top_p", "above 0"),
+    (dict(top_k=-1), "top_k", "-1"),
+    (dict(temperature=-0.1), "temperature", "-0.1"),
+    (dict(temperature=float("nan")), "temperature", "nan"),
+    (dict(max_new_tokens=-3), "max_new_tokens", "-3.* at least 1"),
+    (dict(max_new_tokens=0), "max_new_tokens", "at least 1"),
+    (dict(time_limit_millis=0), "time_limit_millis", "0.* at least 1"),
+    (dict(beam_width=17), "beam_width", "17.* 1 and 16"),
+    (dict(beam_width=9), "beam_width", "9.* at most 8"),
+    (dict(beam_width=2, temperature=1), "temperature", "beam_width is"),
+    (dict(beam_width=2, stop_strings=["x"]), "stop_strings", "above 1"),
+    (dict(num_return_sequences=2), "num_return_sequences", "is 0"),
+    (dict(temperature=1, num_return_sequences=9), "num_return_sequences", "at most 8"),
+    (dict(early_stopping=9), "early_stopping", "9.* EarlyStopping"),
+    (dict(logit_bias={3: float("nan")}), "logit_bias", "nan for .* 3"),
+    (dict(logit_bias={280: 1.0}), "logit_bias", "280.* 0 to 279"),
+    (dict(suppressed_ids=[280]), "suppressed_ids", "280"),
+    (dict(allowed_ids=[280]), "allowed_ids", "280"),
+    (dict(stop_ids=[280]), "stop_ids", "280"),
+    (dict(stop_ids=[5] * 17), "stop_ids", "17 entries"),
+    (dict(forced_first_id=280), "forced_first_id", "280"),
+    (dict(stop_strings=[""]), "stop_strings", "1 to 256"),
+    (dict(num_logprobs=21), "num_logprobs", "21.* 0 and 20"),
+    (dict(prefix_text="x" * 5000), "prefix_text", "0 to 31 tokens"),
+    (dict(prefix_text="x" * 40), "prefix_text", "0 to 31 tokens"),
+    (dict(prefix_ids=pb.TokenIds(ids=[5] * 32)), "prefix_ids", "0 to 31 tokens"),
+    (dict(prefix_ids=pb.TokenIds(ids=[280])), "prefix_ids", "280"),
+    (dict(prefix_ids=pb.TokenIds(ids=[5, EOS_ID])), "prefix_ids", "the end token 2"),
+    (dict(prefix_ids=pb.TokenIds(ids=[1, 5])), "prefix_ids", "the begin token 1"),
+    (dict(prefix_ids=pb.TokenIds(ids=[5, 0])), "prefix_ids", "the padding token 0"),
+    (dict(prefix_text="", prefix_ids=pb.TokenIds()), "prefix_ids", "absent if prefix_text is set"),
+]
 BAD_REQUESTS: list[tuple[dict[str, Any], str, str]] = [
     (dict(text=""), "text", "empty"),
     (dict(text=" \t\n"), "text", "empty"),
@@ -120,61 +172,9 @@ BAD_REQUESTS: list[tuple[dict[str, Any], str, str]] = [
     (dict(text="x" * 5000), "text", r"tokens long.* 1 to 32 tokens"),
     (dict(token_ids=pb.TokenIds(ids=[5] * 32)), "token_ids", r"33 tokens long.* 1 to 32 tokens"),
     (dict(token_ids=pb.TokenIds(ids=[5, 280])), "token_ids", r"280.* 0 to 279"),
-    (dict(text="a", options=pb.GenerateOptions(top_p=2)), "options.top_p", r"2\.0.* at most 1"),
-    (dict(text="a", options=pb.GenerateOptions(top_p=0)), "options.top_p", "above 0"),
-    (dict(text="a", options=pb.GenerateOptions(top_k=-1)), "options.top_k", "-1"),
-    (dict(text="a", options=pb.GenerateOptions(temperature=-0.1)), "options.temperature", "-0.1"),
-    (dict(text="a", options=pb.GenerateOptions(temperature=float("nan"))), "options.temperature", "nan"),
-    (dict(text="a", options=pb.GenerateOptions(max_new_tokens=-3)), "options.max_new_tokens", "-3.* at least 1"),
-    (dict(text="a", options=pb.GenerateOptions(max_new_tokens=0)), "options.max_new_tokens", "at least 1"),
-    (dict(text="a", options=pb.GenerateOptions(time_limit_millis=0)), "options.time_limit_millis", "0.* at least 1"),
-    (dict(text="a", options=pb.GenerateOptions(beam_width=17)), "options.beam_width", "17.* 1 and 16"),
-    (dict(text="a", options=pb.GenerateOptions(beam_width=9)), "options.beam_width", "9.* at most 8"),
-    (dict(text="a", options=pb.GenerateOptions(beam_width=2, temperature=1)), "options.temperature", "beam_width is"),
-    (dict(text="a", options=pb.GenerateOptions(beam_width=2, stop_strings=["x"])), "options.stop_strings", "above 1"),
-    (dict(text="a", options=pb.GenerateOptions(num_return_sequences=2)), "options.num_return_sequences", "is 0"),
-    (
-        dict(text="a", options=pb.GenerateOptions(temperature=1, num_return_sequences=9)),
-        "options.num_return_sequences",
-        "at most 8",
-    ),
-    (dict(text="a", options=pb.GenerateOptions(early_stopping=9)), "options.early_stopping", "9.* EarlyStopping"),  # type: ignore[arg-type]
-    (dict(text="a", options=pb.GenerateOptions(logit_bias={3: float("nan")})), "options.logit_bias", "nan for .* 3"),
-    (dict(text="a", options=pb.GenerateOptions(logit_bias={280: 1.0})), "options.logit_bias", "280.* 0 to 279"),
-    (dict(text="a", options=pb.GenerateOptions(suppressed_ids=[280])), "options.suppressed_ids", "280"),
-    (dict(text="a", options=pb.GenerateOptions(allowed_ids=[280])), "options.allowed_ids", "280"),
-    (dict(text="a", options=pb.GenerateOptions(stop_ids=[280])), "options.stop_ids", "280"),
-    (dict(text="a", options=pb.GenerateOptions(stop_ids=[5] * 17)), "options.stop_ids", "17 entries"),
-    (dict(text="a", options=pb.GenerateOptions(forced_first_id=280)), "options.forced_first_id", "280"),
-    (dict(text="a", options=pb.GenerateOptions(stop_strings=[""])), "options.stop_strings", "1 to 256"),
-    (dict(text="a", options=pb.GenerateOptions(num_logprobs=21)), "options.num_logprobs", "21.* 0 and 20"),
-    (dict(text="a", options=pb.GenerateOptions(prefix_text="x" * 5000)), "options.prefix_text", "0 to 31 tokens"),
-    (dict(text="a", options=pb.GenerateOptions(prefix_text="x" * 40)), "options.prefix_text", "0 to 31 tokens"),
-    (
-        dict(text="a", options=pb.GenerateOptions(prefix_ids=pb.TokenIds(ids=[5] * 32))),
-        "options.prefix_ids",
-        "0 to 31 tokens",
-    ),
-    (dict(text="a", options=pb.GenerateOptions(prefix_ids=pb.TokenIds(ids=[280]))), "options.prefix_ids", "280"),
-    (
-        dict(text="a", options=pb.GenerateOptions(prefix_ids=pb.TokenIds(ids=[5, EOS_ID]))),
-        "options.prefix_ids",
-        "the end token 2",
-    ),
-    (
-        dict(text="a", options=pb.GenerateOptions(prefix_ids=pb.TokenIds(ids=[1, 5]))),
-        "options.prefix_ids",
-        "the begin token 1",
-    ),
-    (
-        dict(text="a", options=pb.GenerateOptions(prefix_ids=pb.TokenIds(ids=[5, 0]))),
-        "options.prefix_ids",
-        "the padding token 0",
-    ),
-    (
-        dict(text="a", options=pb.GenerateOptions(prefix_text="", prefix_ids=pb.TokenIds())),
-        "options.prefix_ids",
-        "absent if prefix_text is set",
+    *(
+        (dict(text="a", options=pb.GenerateOptions(**options)), f"options.{name}", message)
+        for options, name, message in BAD_OPTIONS
     ),
 ]
 
@@ -227,13 +227,10 @@ async def test_detokenize_returns_a_long_text() -> None:
 @pytest.mark.parametrize("num_copies", [1, 3000])
 async def test_detokenize_returns_the_piece_of_each_token(num_copies: int) -> None:
     async with serving() as served:
-        words = served.tokenizer.encode("the kühle")
-        answer = await stub_of(served).Detokenize(pb.DetokenizeRequest(token_ids=[BOS_ID, *words, EOS_ID] * num_copies))
-    pieces = list(answer.pieces)
-    assert len(pieces) == num_copies * (len(words) + 2)
-    assert (pieces[0], pieces[-1]) == ("<s>", "</s>")
-    assert pieces[1].startswith(" ")
-    assert pieces == [served.tokenizer.piece(token_id) for token_id in [BOS_ID, *words, EOS_ID] * num_copies]
+        ids = [BOS_ID, *served.tokenizer.encode("the kühle"), EOS_ID] * num_copies
+        answer = await stub_of(served).Detokenize(pb.DetokenizeRequest(token_ids=ids))
+    assert list(answer.pieces) == [served.tokenizer.piece(token_id) for token_id in ids]
+    assert (answer.pieces[0], answer.pieces[-1], answer.pieces[1][0]) == ("<s>", "</s>", " ")
 
 
 async def test_detokenize_names_the_id_when_it_is_not_in_the_vocabulary() -> None:
@@ -391,3 +388,142 @@ async def test_other_requests_are_unaffected_by_refused_and_cancelled_ones() -> 
         answers, _ = await asyncio.gather(asyncio.gather(*good), asyncio.gather(*bad))
         expected = [served.runner.answer((*ids, EOS_ID))[0] for ids in sources]
     assert [list(answer.outputs[0].token_ids) for answer in answers] == expected
+
+
+PAD, BOS, EOS = 0, 1, 2
+BOS_IS_A_LANGUAGE = byte_bpe_format(tiny_tokenizer()).model_copy(update=dict(languages={"de": BOS}))
+
+
+async def prefix_of(ids: tuple[int, ...], text: TextFormat | None = None, **config: Any) -> tuple[int, ...]:
+    """Return the prefix of these ids in the form that the model receives."""
+    tokenizer = tiny_tokenizer()
+    limits = pb.Limits(max_source_len=32, max_target_len=32, max_text_bytes=1024)
+    model = preset("tiny", vocab_size=tokenizer.vocab_size, **config)
+    inputs = Inputs(tokenizer, text or byte_bpe_format(tokenizer), model, limits, LongTexts())
+    return await inputs.prefix_ids(Controls(params=SamplingParams(), prefix_ids=ids), NO_LANGUAGES, caller="")
+
+
+@pytest.mark.parametrize(
+    ("ids", "config", "named"),
+    [
+        *(
+            (ids, {}, f"options.prefix_ids is .*the {name} token {token_id}")
+            for token_id, name in ((PAD, "padding"), (BOS, "begin"), (EOS, "end"))
+            for ids in ((token_id,), (token_id, 30), (30, token_id))
+        ),
+        ((2, 30), {"bos_id": 2}, "the end token 2"),
+        ((30, EOS), {"architecture": "decoder", "encoder_layers": 0}, "the end token 2"),
+    ],
+)
+async def test_prefix_is_refused_when_it_has_a_token_that_no_target_contains(
+    ids: tuple[int, ...], config: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(InvalidArgument, match=named):
+        await prefix_of(ids, **config)
+
+
+async def test_prefix_can_contain_a_language_and_any_token_of_a_prompt() -> None:
+    assert await prefix_of((BOS, 30), BOS_IS_A_LANGUAGE) == (BOS, 30)
+    assert await prefix_of((30, BOS, PAD), architecture="decoder", encoder_layers=0) == (30, BOS, PAD)
+
+
+class Bench:
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.clock = FakeClock()
+        metrics = Metrics(MetricFamilies(self.registry), "fake")
+        self.runner = FakeRunner()
+        self.engine = Engine(self.runner, limits_for(self.runner), metrics, clock=self.clock)
+        self.engine.start()
+
+    def ask(self, *, within_s: float | None = None) -> tuple[Request, OutputStream]:
+        deadline_s = None if within_s is None else self.clock() + within_s
+        request = request_of("a", source_of(target_len=3), arrival_s=self.clock(), deadline_s=deadline_s)
+        stream = OutputStream("a")
+        self.engine.submit(request, stream)
+        return request, stream
+
+    def counted(self) -> dict[str, float]:
+        """Return cancellations by cause, and deadline misses, of complete answers."""
+        return {
+            sample.labels.get("cause", "late"): sample.value
+            for family in self.registry.collect()
+            for sample in family.samples
+            if sample.labels.get("stage") == "streaming" and sample.name.endswith("_total") and sample.value
+        }
+
+
+def record_of_call() -> CallRecord:
+    return CallRecord(method="m", request_id="r", arrival_s=0.0)
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    bench = Bench()
+    yield bench
+    bench.engine.stop()
+    assert bench.engine.num_free_blocks == bench.engine.num_blocks
+
+
+@pytest.mark.parametrize(
+    ("error", "within_s", "passed_s", "counted"),
+    [
+        (asyncio.CancelledError(), None, 0.0, {"client": 1.0}),
+        (asyncio.CancelledError(), 10.0, 5.0, {"client": 1.0}),
+        (asyncio.CancelledError(), 10.0, 10.0, {"late": 1.0}),
+        (asyncio.CancelledError(), 10.0, 9.9, {"late": 1.0}),  # the client's own time limit passed first
+        (grpc.aio.InternalError("the batch failed"), None, 0.0, {"client": 1.0}),
+        (RuntimeError("a bug"), None, 0.0, {"fault": 1.0}),
+        (DeadlineExceeded("by the engine, which has counted it"), None, 0.0, {}),
+    ],
+)
+async def test_reading_reports_why_an_answer_was_not_read_to_its_end(
+    bench: Bench, error: BaseException, within_s: float | None, passed_s: float, counted: dict[str, float]
+) -> None:
+    request, stream = bench.ask(within_s=within_s)
+
+    async def leave_unread() -> None:
+        with cancelled_on_error(bench.engine, request, stream, record_of_call()):
+            await stream.collect()
+            bench.clock.advance(passed_s)
+            raise error
+
+    with pytest.raises(type(error)):
+        await leave_unread()
+    assert bench.counted() == counted
+
+
+async def test_reading_to_the_end_counts_nothing(bench: Bench) -> None:
+    request, stream = bench.ask()
+    with cancelled_on_error(bench.engine, request, stream, record_of_call()):
+        await stream.collect()
+    assert bench.counted() == {}
+
+
+async def test_reading_counts_an_end_by_the_engine_once(bench: Bench) -> None:
+    held = threading.Event()
+
+    def hold(num_rows: int) -> None:
+        assert held.wait(30)
+
+    bench.runner.before_decode = hold
+    request, stream = bench.ask(within_s=1.0)
+
+    async def read_until_cancelled() -> None:
+        with cancelled_on_error(bench.engine, request, stream, record_of_call()):
+            await stream.collect()
+            raise asyncio.CancelledError  # like gRPC at the same moment
+
+    bench.clock.advance(1.0)
+    held.set()
+    with pytest.raises(asyncio.CancelledError):
+        await read_until_cancelled()
+    assert bench.counted() == {}
+    assert bench.engine.drain(30)
+    misses = [
+        sample.value
+        for family in bench.registry.collect()
+        for sample in family.samples
+        if sample.name == "antiphon_deadline_misses_total" and sample.value
+    ]
+    assert misses == [1.0]

@@ -1,20 +1,35 @@
-"""Decoding controls over a real channel: several outputs, stop strings, prefixes, log-probabilities, limits."""
-
-from __future__ import annotations
+"""Decoding controls over a real channel, steps of a beam search, and a model's defaults."""
 
 import asyncio
 import random
 import threading
 from typing import Any
 
+import grpc
 import grpc.aio
 import numpy as np
 import pytest
 
+from antiphon.bundle.manifest import GenerationDefaults
+from antiphon.client import AsyncClient, Beam, BeamStep, Client, Delta, Generation, Options, ServerError
+from antiphon.controls.table import EarlyStopping
+from antiphon.domain.errors import InvalidArgument
+from antiphon.domain.sampling_params import SamplingParams
 from antiphon.rpc.v1.options import default_options, read_options
 from antiphon.v1 import inference_pb2 as pb
 from tests.fakes import EOS_ID, FakeClock, FakeRunner
-from tests.serving import SOURCE, Gate, asking, asking_whole, details_of, serving, stub_of, tiny_tokenizer
+from tests.serving import (
+    SOURCE,
+    Gate,
+    Serving,
+    asking,
+    asking_whole,
+    details_of,
+    refusal,
+    serving,
+    stub_of,
+    tiny_tokenizer,
+)
 
 SAMPLES: dict[str, Any] = dict(temperature=1.5, num_return_sequences=4, seed=3)
 BEAMS: dict[str, Any] = dict(beam_width=4, num_return_sequences=3, seed=3)
@@ -102,9 +117,11 @@ async def test_beam_search_streams_the_common_prefix_of_its_hypotheses() -> None
     """All beams begin with the forced token: it is streamed while the search is held at its second step."""
     async with serving(prepare=reads_history) as served:
         is_told = threading.Event()
-        served.runner.before_decode = lambda num_rows: _require(
-            not served.runner.decoded_rows or is_told.wait(timeout=60)
-        )
+
+        def hold(num_rows: int) -> None:
+            assert not served.runner.decoded_rows or is_told.wait(timeout=60)
+
+        served.runner.before_decode = hold
         messages = []
         async for message in stub_of(served).Generate(asking(**BEAMS, forced_first_id=50)):
             messages.append(message)
@@ -113,10 +130,6 @@ async def test_beam_search_streams_the_common_prefix_of_its_hypotheses() -> None
     assert (messages[0].output_index, list(messages[0].token_ids)) == (0, [50])
     assert not messages[0].finish_reason
     assert joined(messages) == {output.output_index: output for output in whole.outputs}
-
-
-def _require(condition: bool) -> None:
-    assert condition
 
 
 async def test_default_options_sent_back_change_nothing() -> None:
@@ -324,3 +337,182 @@ async def test_any_controls_get_equal_unary_and_streamed_answers_or_a_named_refu
     refused = [field for field in fields if field is not None]
     assert [field for field in refused if not field.startswith("options.")] == []
     assert len(requests) / 5 < len(refused) < len(requests) * 4 / 5
+
+
+VOCAB_SIZE = 100
+BEAM_DEFAULTS = GenerationDefaults(
+    beam_width=4, length_penalty=0.6, early_stopping="first", max_new_tokens=60, suppressed_ids=(7,), forced_first_id=9
+)
+SAMPLING_DEFAULTS = GenerationDefaults(temperature=0.7, top_k=50, top_p=0.9)
+
+
+def params(generation: GenerationDefaults, **given: Any) -> SamplingParams:
+    return read_options(pb.GenerateOptions(seed=1, **given), VOCAB_SIZE, generation).params
+
+
+def test_absent_options_get_the_defaults_of_the_model() -> None:
+    expected = SamplingParams(
+        seed=1, beam_width=4, length_penalty=0.6, early_stopping=EarlyStopping.FIRST, max_new_tokens=60,
+        suppressed_ids=(7,), forced_first_id=9,
+    )  # fmt: skip
+    assert params(BEAM_DEFAULTS) == expected
+
+
+def test_option_replaces_the_default_of_the_model() -> None:
+    found = params(BEAM_DEFAULTS, max_new_tokens=5, suppressed_ids=[8], length_penalty=1.5)
+    assert (found.max_new_tokens, found.suppressed_ids, found.length_penalty) == (5, (8,), 1.5)
+    assert found.beam_width == 4
+
+
+@pytest.mark.parametrize(
+    "given", [{"temperature": 0.8}, {"beam_width": 1}, {"stop_strings": ["."]}, {"num_logprobs": 2}]
+)
+def test_options_that_exclude_beams_drop_the_defaults_of_beams(given: dict[str, Any]) -> None:
+    found = params(BEAM_DEFAULTS, **given)
+    assert (found.beam_width, found.length_penalty, found.early_stopping) == (1, 1.0, EarlyStopping.HEURISTIC)
+    assert (found.max_new_tokens, found.suppressed_ids, found.forced_first_id) == (60, (7,), 9)
+
+
+def test_beams_drop_a_default_of_samples_and_a_prefix_the_forced_first_token() -> None:
+    assert params(SAMPLING_DEFAULTS, beam_width=3) == SamplingParams(seed=1, beam_width=3)
+    found = params(BEAM_DEFAULTS, prefix_ids=pb.TokenIds(ids=[5]))
+    assert (found.forced_first_id, found.beam_width) == (None, 4)
+
+
+def test_min_new_tokens_drops_a_lower_default_limit_and_keeps_what_it_needs() -> None:
+    found = params(BEAM_DEFAULTS, min_new_tokens=80, length_penalty=0.9)
+    assert (found.max_new_tokens, found.beam_width, found.length_penalty) == (None, 4, 0.9)
+
+
+def test_options_that_exclude_each_other_are_refused_with_any_defaults() -> None:
+    with pytest.raises(InvalidArgument, match=r"options\.temperature.*beam_width is above 1"):
+        params(SAMPLING_DEFAULTS, temperature=1.0, beam_width=2)
+
+
+def test_get_model_reports_defaults_that_change_nothing_when_sent_back() -> None:
+    reported = default_options(BEAM_DEFAULTS)
+    assert (reported.beam_width, reported.early_stopping) == (4, pb.EARLY_STOPPING_FIRST)
+    reported.seed = 1
+    assert read_options(reported, VOCAB_SIZE, BEAM_DEFAULTS).params == params(BEAM_DEFAULTS)
+
+
+THREE_BEAMS: dict[str, Any] = dict(beam_width=3, num_return_sequences=2, seed=3)
+
+
+def steps_of(**options: Any) -> tuple[pb.GenerateRequest, pb.GenerateUnaryRequest]:
+    """Return requests for a stream and for a unary answer that report their steps."""
+    streamed, whole = asking(**options), asking_whole(**options)
+    streamed.report_beam_steps = whole.report_beam_steps = True
+    return streamed, whole
+
+
+async def whole_answer(served: Serving) -> pb.GenerateUnaryResponse:
+    return await stub_of(served).GenerateUnary(steps_of(**THREE_BEAMS)[1])
+
+
+async def many(served: Serving, *requests: pb.ManyRequest) -> list[pb.ManyAnswer]:
+    """Return all answers of one call of many requests."""
+    call: Any = stub_of(served).GenerateMany()
+    await call.write(pb.GenerateManyRequest(requests=requests))
+    await call.done_writing()
+    return [answer async for response in call for answer in response.answers]
+
+
+async def test_unary_answer_has_the_steps_that_lead_to_its_outputs() -> None:
+    async with serving(prepare=reads_history) as served:
+        answer = await whole_answer(served)
+        plain = await stub_of(served).GenerateUnary(asking_whole(**THREE_BEAMS))
+    assert (list(answer.outputs), answer.seed) == (list(plain.outputs), plain.seed)
+    assert not plain.beam_steps
+    assert [len(step.live) for step in answer.beam_steps[:-1]] == [3] * (len(answer.beam_steps) - 1)
+    assert not any(beam.HasField("score") for step in answer.beam_steps for beam in step.live)
+    scores = sorted((beam.score for step in answer.beam_steps for beam in step.finished), reverse=True)
+    assert scores[:2] == [output.score for output in answer.outputs]
+
+
+async def test_stream_has_the_steps_of_the_unary_answer_in_its_last_message() -> None:
+    request, _ = steps_of(**THREE_BEAMS)
+    async with serving(prepare=reads_history) as served:
+        *others, last = [message async for message in stub_of(served).Generate(request)]
+        whole = await whole_answer(served)
+    assert not any(message.beam_steps for message in others)
+    assert last.beam_steps == whole.beam_steps
+    assert last.HasField("usage")
+
+
+@pytest.mark.parametrize("is_whole", [False, True])
+async def test_answer_of_many_has_the_steps_of_the_unary_answer(is_whole: bool) -> None:
+    request, _ = steps_of(**THREE_BEAMS)
+    async with serving(prepare=reads_history) as served:
+        *others, last = await many(served, pb.ManyRequest(id=1, request=request, is_whole=is_whole))
+        whole = await whole_answer(served)
+    assert not any(answer.delta.beam_steps for answer in others)
+    assert (last.whole if is_whole else last.delta).beam_steps == whole.beam_steps
+
+
+@pytest.mark.parametrize("options", [{}, {"beam_width": 1}, {"temperature": 1.0, "num_return_sequences": 2}])
+async def test_steps_of_a_request_without_beams_are_refused(options: dict[str, Any]) -> None:
+    streamed, whole = steps_of(**options)
+    async with serving() as served:
+        stub = stub_of(served)
+        for error in (await refusal(stub.Generate(streamed)), await refusal(stub.GenerateUnary(whole))):
+            assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert details_of(error).field == "report_beam_steps"
+            assert "beam_width" in (error.details() or "")
+        (answer,) = await many(served, pb.ManyRequest(id=1, request=streamed))
+    assert answer.failure.field == "report_beam_steps"
+
+
+async def test_steps_of_a_search_by_the_models_default_are_reported() -> None:
+    (_, request), (_, explicit) = steps_of(), steps_of(beam_width=3)
+    async with serving(prepare=reads_history, generation=GenerationDefaults(beam_width=3)) as served:
+        stub = stub_of(served)
+        answer, expected = await stub.GenerateUnary(request), await stub.GenerateUnary(explicit)
+        for options in ({"beam_width": 1}, {"temperature": 1.0}):  # which replace the default
+            request.options.CopyFrom(pb.GenerateOptions(**options))
+            error = await refusal(stub.GenerateUnary(request))
+            assert details_of(error).field == "report_beam_steps"
+    assert len(answer.beam_steps[0].live) == 3
+    assert answer.beam_steps == expected.beam_steps
+
+
+def as_steps(steps: Any) -> tuple[BeamStep, ...]:
+    """Return the client's form of reported steps."""
+
+    def beams(messages: Any) -> tuple[Beam, ...]:
+        return tuple(
+            Beam(
+                parent=one.parent,
+                token_id=one.token_id,
+                total_logprob=one.total_logprob,
+                score=one.score if one.HasField("score") else None,
+            )
+            for one in messages
+        )
+
+    return tuple(BeamStep(live=beams(step.live), finished=beams(step.finished)) for step in steps)
+
+
+async def test_clients_return_the_steps_and_the_blocks_of_a_search() -> None:
+    options = Options(**THREE_BEAMS)
+
+    def ask(target: str) -> tuple[list[Delta], list[Generation]]:
+        with Client(target) as client:
+            deltas = list(client.generate((9, 30, 31), options, report_beam_steps=True))
+            return deltas, client.generate_outputs((9, 30, 31), options, report_beam_steps=True)
+
+    async with serving(prepare=reads_history) as served, AsyncClient(served.target) as client:
+        answer = await whole_answer(served)
+        deltas = [delta async for delta in client.generate((9, 30, 31), options, report_beam_steps=True)]
+        outputs = await client.generate_outputs((9, 30, 31), options, report_beam_steps=True)
+        others = await asyncio.to_thread(ask, served.target)
+        plain = await client.generate_outputs((9, 30, 31), options)
+        with pytest.raises(ServerError, match="report_beam_steps is True"):
+            await client.generate_outputs((9, 30, 31), report_beam_steps=True)
+    expected = as_steps(answer.beam_steps)
+    for found in (deltas, others[0]):
+        assert [delta.beam_steps for delta in found] == [()] * (len(found) - 1) + [expected]
+    for generations in (outputs, others[1]):
+        assert [one.beam_steps for one in generations] == [expected] * 2
+        assert generations[0].usage.cache_blocks == answer.usage.cache_blocks > 0
+    assert [one.beam_steps for one in plain] == [(), ()]

@@ -1,6 +1,4 @@
-"""Score, Embed, Explain and GetPositions over a real channel: their answers and refusals."""
-
-from __future__ import annotations
+"""Score, Embed, Explain and GetPositions over a real channel, and spans of tagged tokens."""
 
 import dataclasses
 from typing import Any
@@ -11,6 +9,7 @@ import pytest
 
 from antiphon.architecture.heads import HeadConfig
 from antiphon.domain.request import Pooling
+from antiphon.rpc.v1.responses import tagged_spans
 from antiphon.v1 import inference_pb2 as pb
 from tests.explainers import NUM_HEADS, NUM_LAYERS, FakeExplainer
 from tests.fakes import BOS_ID, EOS_ID, FakeRunner
@@ -90,24 +89,17 @@ async def test_explain_returns_a_map_and_its_entropy_for_each_head() -> None:
         assert [m.entropy for m in maps] == pytest.approx(expected, abs=1e-6)
 
 
-async def test_explain_uses_the_greedy_answer_when_no_target_is_given() -> None:
-    explainer = FakeExplainer()
+@pytest.mark.parametrize("longest_target", [1000, 3])
+async def test_explain_uses_the_greedy_answer_until_the_maps_would_become_too_many(longest_target: int) -> None:
+    explainer = FakeExplainer(longest_target)
     async with serving(explainer=explainer) as served:
         answer = await stub_of(served).Explain(pb.ExplainRequest(token_ids=SOURCE_IDS))
         expected, _ = served.runner.answer((*SOURCE, EOS_ID))
-        pieces = [served.tokenizer.piece(token_id) for token_id in (BOS_ID, *expected)]
-    assert explainer.asked == [((*SOURCE, EOS_ID), (BOS_ID, *expected))]
-    assert list(answer.target_tokens) == pieces
-
-
-async def test_explain_ends_the_greedy_answer_where_the_maps_would_become_too_many() -> None:
-    explainer = FakeExplainer(longest_target=3)
-    async with serving(explainer=explainer) as served:
-        answer = await stub_of(served).Explain(pb.ExplainRequest(token_ids=SOURCE_IDS))
-        expected, _ = served.runner.answer((*SOURCE, EOS_ID))
+        target = [BOS_ID, *expected][:longest_target]
+        pieces = [served.tokenizer.piece(token_id) for token_id in target]
     assert len(expected) > 2
-    assert explainer.asked == [((*SOURCE, EOS_ID), (BOS_ID, *expected[:2]))]
-    assert len(answer.target_tokens) == 3
+    assert explainer.asked == [((*SOURCE, EOS_ID), tuple(target))]
+    assert list(answer.target_tokens) == pieces
 
 
 async def test_explain_of_an_encoder_only_model_reads_a_pair_and_has_no_target() -> None:
@@ -134,20 +126,15 @@ async def test_get_positions_answers_as_many_positions_as_the_model_has_by_defau
         assert first.values == whole.values[: 3 * 32]
 
 
-async def test_explain_is_unimplemented_when_the_bundle_has_no_explain_graph() -> None:
-    async with serving() as served:
-        error = await refusal(stub_of(served).Explain(pb.ExplainRequest(text="a")))
-    assert (error.code(), details_of(error).reason) == (grpc.StatusCode.UNIMPLEMENTED, "UNSUPPORTED")
+async def test_tasks_that_the_model_or_its_bundle_lacks_are_unimplemented() -> None:
+    def has_no_encoder(runner: FakeRunner) -> None:
+        runner.facts = dataclasses.replace(runner.facts, has_encoder=False)
 
-
-def has_no_encoder(runner: FakeRunner) -> None:
-    runner.facts = dataclasses.replace(runner.facts, has_encoder=False)
-
-
-async def test_tasks_that_the_model_lacks_are_unimplemented() -> None:
     async with serving(prepare=has_no_encoder) as served:
-        error = await refusal(stub_of(served).Embed(pb.EmbedRequest(text="a")))
-    assert (error.code(), details_of(error).reason) == (grpc.StatusCode.UNIMPLEMENTED, "UNSUPPORTED")
+        stub = stub_of(served)
+        for call in (stub.Explain(pb.ExplainRequest(text="a")), stub.Embed(pb.EmbedRequest(text="a"))):
+            error = await refusal(call)
+            assert (error.code(), details_of(error).reason) == (grpc.StatusCode.UNIMPLEMENTED, "UNSUPPORTED")
 
 
 TOO_MANY = pb.TokenIds(ids=[5] * 40)
@@ -185,3 +172,56 @@ async def test_tasks_name_the_field_when_a_request_is_bad(
         assert message in (error.details() or "")
         unknown = await refusal(getattr(stub, method)(getattr(pb, f"{method}Request")(**{**fields, "model": "nope"})))
         assert unknown.code() is grpc.StatusCode.NOT_FOUND
+
+
+Tagged = list[tuple[str, str]]
+"""Tokens of a text in order, each with its label."""
+
+
+def spans_of(text: str, tagged: Tagged) -> list[tuple[str, str]]:
+    """Return label and text of each span. Tokens are found from left to right."""
+    tokens, end = [], 0
+    for piece, label in tagged:
+        start = text.index(piece, end)
+        end = start + len(piece)
+        tokens.append(pb.TaggedToken(start=start, end=end, label=label, score=0.5))
+    return [(span.label, text[span.start : span.end]) for span in tagged_spans(text, tokens)]
+
+
+@pytest.mark.parametrize(
+    ("text", "tagged", "expected"),
+    [
+        ("Ada met Bob", [("Ada", "B-PER"), ("met", "O"), ("Bob", "B-PER")], [("PER", "Ada"), ("PER", "Bob")]),
+        ("Ada Bob", [("Ada", "B-PER"), ("Bob", "B-PER")], [("PER", "Ada"), ("PER", "Bob")]),
+        ("New York", [("New", "B-LOC"), ("York", "I-LOC")], [("LOC", "New York")]),
+        ("New York", [("New", "I-LOC"), ("York", "I-PER")], [("LOC", "New"), ("PER", "York")]),
+        ("New York", [("New", "LOC"), ("York", "LOC")], [("LOC", "New York")]),
+        # The label of a word is that of its first token.
+        ("Lovelace", [("Love", "B-PER"), ("lace", "O")], [("PER", "Lovelace")]),
+        ("Lovelace", [("Love", "O"), ("lace", "B-PER")], []),
+        ("Berlin, too", [("Berlin", "B-LOC"), (",", "O"), ("too", "O")], [("LOC", "Berlin")]),
+        # Vocabularies in which the space before a word belongs to it.
+        ("in New York", [("in", "O"), (" New", "B-LOC"), (" York", "I-LOC")], [("LOC", "New York")]),
+        # Every sign is a word, and so is every character in scripts without spaces; marks belong to their letter.
+        ("東京に", [("東", "B-LOC"), ("京", "I-LOC"), ("に", "O")], [("LOC", "東京")]),
+        ("cafe\u0301s", [("cafe", "B-LOC"), ("\u0301s", "O")], [("LOC", "cafe\u0301s")]),
+    ],
+)
+def test_spans_are_adjacent_words_of_one_label(text: str, tagged: Tagged, expected: list[tuple[str, str]]) -> None:
+    assert spans_of(text, tagged) == expected
+
+
+def test_tokens_of_one_characters_bytes_are_one_word() -> None:
+    tokens = [pb.TaggedToken(start=0, end=1, label=label, score=score) for label, score in (("B-X", 0.9), ("O", 0.1))]
+    (span,) = tagged_spans("😀", tokens)
+    assert (span.start, span.end, span.label) == (0, 1, "X")
+    assert span.score == pytest.approx(0.9)
+
+
+def test_tokens_without_a_place_in_the_text_are_not_words() -> None:
+    tokens = [
+        pb.TaggedToken(start=0, end=0, label="B-X", score=1.0),
+        pb.TaggedToken(start=0, end=3, label="B-Y", score=1.0),
+        pb.TaggedToken(start=3, end=4, label="I-Y", score=1.0),  # a space
+    ]
+    assert [(span.label, span.start, span.end) for span in tagged_spans("abc ", tokens)] == [("Y", 0, 3)]

@@ -1,7 +1,5 @@
 """Scorer of next tokens over a fake model: the feed, the edits, and the runner that is opened once."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from numpy.typing import NDArray

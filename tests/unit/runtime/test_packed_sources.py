@@ -1,6 +1,4 @@
-"""Packed sources: lengths, places, tables, types, and their division into passes."""
-
-from __future__ import annotations
+"""Packed sources: lengths, places, tables, types and passes; and memory of reserved arrays."""
 
 import numpy as np
 import pytest
@@ -8,6 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from antiphon.runtime import encoder as packed_sources
+from antiphon.runtime.native import free, reserve
+from antiphon.server.machine import ResidentMemory
 
 LIMIT = 100
 
@@ -46,3 +46,22 @@ def test_lengths_out_of_range_are_refused(sources: list[list[int]]) -> None:
 def test_a_table_of_another_length_is_refused() -> None:
     with pytest.raises(ValueError, match=r"sources of \[17\] tokens cannot fill tables of \[1\] blocks"):
         packed_sources.check_table_lens([[0]], np.array([17], np.int64))
+
+
+NUM_BYTES = 256 << 20
+
+
+def test_freed_array_is_zero_again_and_takes_no_memory() -> None:
+    resident = ResidentMemory()
+    array = reserve((2, NUM_BYTES // 8), np.dtype("float32"), "a test")
+    neighbour = np.ones(1000, np.float32)
+    empty = resident.num_bytes()
+    array.fill(1.0)
+    assert resident.num_bytes() - empty > NUM_BYTES // 2
+    free(array)
+    assert resident.num_bytes() - empty < NUM_BYTES // 2
+    assert not array[:, ::1000].any()
+    array[1, -1] = 2.0
+    assert array[1, -1] == 2.0
+    free(neighbour)  # not reserved: unchanged
+    assert neighbour.all()

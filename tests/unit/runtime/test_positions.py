@@ -1,7 +1,5 @@
 """Tables of positions and the effect of distance, compared with the PyTorch model's own positions."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

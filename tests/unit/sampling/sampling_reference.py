@@ -1,7 +1,5 @@
 """Random logits, and their distributions after transformers' logits warpers."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from numpy.typing import NDArray

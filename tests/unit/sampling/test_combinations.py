@@ -1,7 +1,5 @@
 """Rules of combinations: each one is violated alone, valid combinations pass, and the docs state the defaults."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The contract, the client's Options and docs/CONTROLS.md agree with the table of controls."""
 
-from __future__ import annotations
-
 import dataclasses
 import typing
 from collections.abc import Mapping, Sequence

@@ -1,8 +1,7 @@
-"""Sampling in NumPy against transformers' logits processors and against its own distribution."""
-
-from __future__ import annotations
+"""Sampling in NumPy against transformers' processors and warpers and its own distribution; its reported stages."""
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +10,17 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from antiphon.controls.table import MAX_SEED
-from antiphon.ops.logits_warpers import Warp
+from antiphon.ops.logits_warpers import (
+    Stage,
+    StageDistribution,
+    Warp,
+    distribution,
+    ids_of_largest,
+    invert,
+    likeliest_ids,
+    sample_token,
+    sampling_stages,
+)
 from antiphon.ops.sampling import (
     NONE_ALLOWED,
     NOT_FINITE,
@@ -19,6 +28,8 @@ from antiphon.ops.sampling import (
     SamplingArrays,
     greedy_sampling,
     sample,
+    seed_of_output,
+    uniform_at,
 )
 from tests.batches import SampleSettings, sampling_of
 from tests.unit.sampling.sampling_reference import Logits, log_softmax, logits_of, reference_probabilities
@@ -342,3 +353,199 @@ def test_no_samples_are_an_empty_result() -> None:
     drawn = sample(np.zeros((0, 9), np.float32), sampling_of([]), np.zeros(0, np.int32))
     assert drawn.token_ids.shape == (0,)
     assert drawn.top_ids.shape == (0, 0)
+
+
+VOCAB = 40
+WARPS = st.builds(
+    Warp,
+    temperature=st.sampled_from([0.0, 0.4, 1.0, 2.5]),
+    top_k=st.sampled_from([0, 1, 7, 100]),
+    top_p=st.sampled_from([1.0, 0.9, 0.3]),
+    min_p=st.sampled_from([0.0, 0.05, 0.7]),
+    typical_p=st.sampled_from([1.0, 0.8, 0.2]),
+)
+ALL_WARPERS = Warp(temperature=1.4, top_k=20, top_p=0.95, min_p=0.02, typical_p=0.9)
+
+
+def logprobs_of(seed: int) -> NDArray[np.float32]:
+    logits = np.random.default_rng(seed).normal(0.0, 2.0, VOCAB)
+    return np.asarray(logits - np.log(np.exp(logits).sum()), np.float32)
+
+
+def edited(logprobs: NDArray[np.float32], seed: int) -> NDArray[np.float32]:
+    """Return scores in which some tokens are forbidden and others changed."""
+    dice = np.random.default_rng(seed)
+    scores = logprobs.copy()
+    scores[dice.choice(VOCAB, 5, replace=False)] += np.float32(1.5)
+    scores[dice.choice(VOCAB, 10, replace=False)] = -np.inf
+    return scores
+
+
+def by_stage(*arguments: Any, **options: Any) -> dict[Stage, StageDistribution]:
+    return {found.stage: found for found in sampling_stages(*arguments, **options)}
+
+
+@given(seed=st.integers(0, 10**6), warp=WARPS, is_edited=st.booleans())
+def test_every_stage_is_a_distribution_over_tokens_that_the_stage_before_kept(
+    seed: int, warp: Warp, is_edited: bool
+) -> None:
+    logprobs = logprobs_of(seed)
+    stages = sampling_stages(logprobs, edited(logprobs, seed) if is_edited else logprobs, warp)
+    assert [found.stage for found in stages] == list(Stage)
+    kept = np.ones(VOCAB, np.bool_)
+    for found in stages:
+        probabilities = np.exp(found.logprobs)
+        assert probabilities.sum() == pytest.approx(1.0, abs=1e-6)
+        assert not ((probabilities > 0) & ~kept).any()
+        kept = probabilities > 0
+        assert found.num_kept == kept.sum()
+        entropy = -(probabilities[kept] * np.log(probabilities[kept])).sum()
+        assert found.entropy == pytest.approx(entropy, abs=1e-9)
+        assert 0 <= found.entropy <= np.log(found.num_kept) + 1e-9
+
+
+@given(seed=st.integers(0, 10**6))
+def test_a_stage_without_effect_repeats_the_one_before(seed: int) -> None:
+    logprobs = logprobs_of(seed)
+    for found in sampling_stages(logprobs, logprobs.copy(), Warp(temperature=1.0)):
+        np.testing.assert_array_equal(found.logprobs, logprobs.astype(np.float64))
+    warped = by_stage(logprobs, edited(logprobs, seed), Warp(temperature=0.7, top_p=0.8))
+    for stage, before in ((Stage.TOP_K, Stage.TEMPERATURE), (Stage.MIN_P, Stage.TOP_P), (Stage.TYPICAL_P, Stage.MIN_P)):
+        np.testing.assert_array_equal(warped[stage].logprobs, warped[before].logprobs)
+
+
+@settings(max_examples=30)
+@given(seed=st.integers(0, 10**6), warp=WARPS.filter(lambda warp: warp.temperature > 0))
+def test_last_stage_has_the_frequencies_of_the_sampled_tokens(seed: int, warp: Warp) -> None:
+    logprobs = logprobs_of(seed)
+    scores = edited(logprobs, seed)
+    num_draws = 2000
+    uniforms = (np.arange(num_draws) + 0.5) / num_draws
+    drawn = np.bincount([sample_token(scores, warp, uniform) for uniform in uniforms], minlength=VOCAB)
+    last = sampling_stages(logprobs, scores, warp)[-1]
+    # Evenly spaced numbers hit the interval of a token as often as its length says, give or take one.
+    assert np.abs(drawn - num_draws * np.exp(last.logprobs)).max() <= 1.001
+    assert not drawn[last.logprobs == -np.inf].any()
+
+
+def test_temperature_0_leaves_the_likeliest_token_alone() -> None:
+    logprobs = logprobs_of(1)
+    scores = logprobs.copy()
+    scores[[3, 9]] = 5.0  # equal: the lower id wins
+    stages = by_stage(logprobs, scores, Warp(temperature=0.0, top_k=5, top_p=0.5))
+    assert stages[Stage.LOGITS_PROCESSORS].num_kept == VOCAB
+    for stage in list(Stage)[2:]:
+        assert (stages[stage].num_kept, stages[stage].entropy, stages[stage].logprobs[3]) == (1, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.3])
+def test_forced_token_is_left_alone_even_if_it_is_forbidden(temperature: float) -> None:
+    logprobs = logprobs_of(2)
+    scores = logprobs.copy()
+    scores[7] = -np.inf
+    stages = by_stage(logprobs, scores, Warp(temperature=temperature, top_k=3), forced_id=7)
+    np.testing.assert_array_equal(stages[Stage.MODEL].logprobs, logprobs.astype(np.float64))
+    for stage in list(Stage)[1:]:
+        assert (stages[stage].num_kept, stages[stage].logprobs[7]) == (1, 0.0)
+
+
+@pytest.mark.parametrize("warp", [Warp(temperature=0.0), ALL_WARPERS])
+def test_no_token_is_kept_when_the_processors_forbid_all(warp: Warp) -> None:
+    stages = by_stage(logprobs_of(3), np.full(VOCAB, -np.inf, np.float32), warp)
+    assert stages.pop(Stage.MODEL).num_kept == VOCAB
+    assert {(found.num_kept, found.entropy) for found in stages.values()} == {(0, 0.0)}
+
+
+def test_likeliest_ids_are_in_order_and_never_forbidden() -> None:
+    values = np.array([0.5, -np.inf, 2.0, 0.5, -1.0], np.float32)
+    assert likeliest_ids(values, 3).tolist() == [2, 0, 3]
+    assert likeliest_ids(values, 10).tolist() == [2, 0, 3, 4]
+
+
+def probabilities(logits: Logits, warp: Warp) -> NDArray[np.float64]:
+    ids, weights = distribution(logits, warp)
+    result = np.zeros(len(logits))
+    result[slice(None) if ids is None else ids] = weights / weights.sum()
+    return result
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
+@pytest.mark.parametrize("top_k", [0, 1, 7, 300, 999, 1000, 5000])
+@pytest.mark.parametrize("top_p", [1e-6, 0.5, 0.9, 0.999, 1.0])
+def test_distribution_equals_that_of_transformers(temperature: float, top_k: int, top_p: float) -> None:
+    warp = Warp(temperature=temperature, top_k=top_k, top_p=top_p)
+    logits = logits_of(1, 1000, seed=top_k)[0]
+    ours, theirs = probabilities(logits, warp), reference_probabilities(logits, warp)
+    assert np.array_equal(ours > 0, theirs > 0)
+    np.testing.assert_allclose(ours, theirs, rtol=1e-9)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    vocab_size=st.integers(1, 40),
+    seed=st.integers(0, 10**6),
+    temperature=st.sampled_from([0.25, 0.7, 1.0, 3.0]),
+    top_k=st.sampled_from([0, 1, 5, 100]),
+    top_p=st.floats(0.01, 1.0),
+    min_p=st.floats(0.0, 1.0),
+    typical_p=st.floats(0.01, 1.0),
+)
+def test_logits_warpers_are_applied_in_the_order_of_transformers(
+    vocab_size: int, seed: int, temperature: float, top_k: int, top_p: float, min_p: float, typical_p: float
+) -> None:
+    logits = logits_of(1, vocab_size, seed=seed)[0]
+    full = Warp(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, typical_p=typical_p)
+    for warp in (full, dataclasses.replace(full, top_p=1.0), dataclasses.replace(full, top_k=0, min_p=0.0)):
+        np.testing.assert_allclose(probabilities(logits, warp), reference_probabilities(logits, warp), atol=1e-6)
+
+
+def test_distribution_keeps_the_lowest_ids_among_equals() -> None:
+    logits = np.array([0.0, 5.0, 5.0, 1.0, 5.0], np.float32)
+    ids, _ = distribution(logits, Warp(temperature=1.0, top_k=2))
+    assert ids is not None
+    assert ids.tolist() == [1, 2]
+    ids, _ = distribution(np.zeros(8, np.float32), Warp(temperature=1.0, top_p=0.5))
+    assert ids is not None
+    assert ids.tolist() == [0, 1, 2, 3]
+
+
+def test_uniforms_are_uniform_over_seeds_positions_and_outputs() -> None:
+    seeds = np.array([uniform_at(seed, 3) for seed in range(4000)])
+    positions = np.array([uniform_at(3, position) for position in range(4000)])
+    outputs = np.array([uniform_at(seed_of_output(3, index), 3) for index in range(4000)])
+    for values in (seeds, positions, outputs):
+        assert values.min() >= 0.0
+        assert values.max() < 1.0
+        ranks = np.sort(values)
+        distance = np.abs(ranks - np.arange(4000) / 4000).max()
+        assert distance < 2.2 / np.sqrt(4000)  # Kolmogorov-Smirnov, with a far larger bound than that of 1 in 1000
+    assert uniform_at(0, 0) != uniform_at(1, 0) != uniform_at(MAX_SEED, 2**31)
+
+
+def test_seeds_of_outputs_are_those_of_splitmix64() -> None:
+    """The expected numbers are those of Vigna's reference implementation of SplitMix64 for this seed."""
+    published = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
+    assert [seed_of_output(1234567, index) for index in range(5)] == [1234567, *published]
+    seeds = {seed_of_output(seed, index) for seed in (0, 1, MAX_SEED) for index in range(100)}
+    assert len(seeds) == 300
+    assert max(seeds) <= MAX_SEED
+
+
+@given(count=st.integers(1, 12), values=st.lists(st.integers(-3, 3), min_size=1, max_size=10))
+def test_ids_of_largest_prefer_the_lowest_among_equals(count: int, values: list[int]) -> None:
+    array = np.array(values, np.float32)
+    expected = np.argsort(-array, kind="stable")[:count]
+    assert ids_of_largest(array, count).tolist() == sorted(expected.tolist())
+
+
+@given(
+    weights=st.lists(st.sampled_from([0.0, 1e-300, 0.25, 1.0, 1e9]), min_size=1, max_size=400).filter(any),
+    uniform=st.floats(0.0, 1.0, exclude_max=True),
+)
+def test_invert_picks_a_weight_that_covers_the_point(weights: list[float], uniform: float) -> None:
+    array = np.array(weights)
+    index = invert(array, uniform)
+    assert array[index] > 0
+    point, total = uniform * array.sum(), array.sum()
+    assert array[:index].sum() <= point + 1e-9 * total
+    assert array[: index + 1].sum() >= point - 1e-9 * total

@@ -1,7 +1,5 @@
 """Every control's range, from both ends; NaN is outside all of them."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import Any

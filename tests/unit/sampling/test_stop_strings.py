@@ -1,7 +1,5 @@
 """Stop strings compared with a plain search in the whole text, for any token boundaries."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Limits of the queue for clients: a refusal without response headers, with a retry delay."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import dataclasses

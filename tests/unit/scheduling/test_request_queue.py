@@ -1,18 +1,21 @@
-from __future__ import annotations
+"""Queue of waiting requests: order, fairness and limits, and the refusal of requests that cannot run."""
 
 import asyncio
+import dataclasses
 import math
 import threading
-from collections.abc import Iterator
 from contextlib import closing
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from antiphon.domain.errors import DeadlineExceeded, QueueFull, Unavailable
-from antiphon.domain.limits import EngineLimits
+from antiphon.domain.errors import DeadlineExceeded, InvalidArgument, QueueFull, Unavailable
+from antiphon.domain.limits import EncodeBudget, EngineLimits
 from antiphon.domain.request import Priority
+from antiphon.domain.sampling_params import SamplingParams
+from antiphon.engine.admission import admit, limits_of
 from antiphon.engine.fair_queue import INTERACTIVE_SHARE
 from antiphon.engine.request_queue import (
     MAX_RETRY_S,
@@ -25,14 +28,7 @@ from antiphon.engine.request_queue import (
 )
 from antiphon.engine.sequence import SequenceGroup
 from antiphon.engine.stream import OutputStream
-from tests.fakes import changed, request_of, source_of
-
-
-@pytest.fixture
-def loop() -> Iterator[asyncio.AbstractEventLoop]:
-    loop = asyncio.new_event_loop()
-    yield loop
-    loop.close()
+from tests.fakes import FakeRunner, changed, limits_for, request_of, source_of
 
 
 class Maker:
@@ -73,6 +69,12 @@ def queue_of(max_requests: int = 4, max_source_tokens: int = 100, max_wait_s: fl
         max_queued_requests=max_requests, max_queued_tokens=max_source_tokens, max_queue_time_s=max_wait_s
     )
     return RequestQueue(limits)
+
+
+def fill(queue: RequestQueue, waiting: Maker, name: str, count: int, now_s: float = 0.0, **fields: Any) -> None:
+    """Put a number of groups with numbers in their names."""
+    for index in range(count):
+        queue.put(waiting(f"{name} {index}".strip(), **fields), now_s)
 
 
 def names(sequences: list[SequenceGroup]) -> list[str]:
@@ -238,10 +240,8 @@ def test_request_queue_serves_waiting_clients_equally(lengths: list[list[int]], 
 
 def test_request_queue_weighs_requests_by_their_cost(waiting: Maker) -> None:
     queue = queue_of(max_requests=999, max_source_tokens=9999)
-    for index in range(20):
-        queue.put(waiting(f"long {index}", length=30, client="long"), 0.0)
-    for index in range(100):
-        queue.put(waiting(f"short {index}", length=2, client="short"), 0.0)
+    fill(queue, waiting, "long", 20, 0.0, length=30, client="long")
+    fill(queue, waiting, "short", 100, 0.0, length=2, client="short")
     long, short = waiting("a", length=30).cost, waiting("b", length=2).cost
     first = names(queue.peek(60))
     num_long = sum(name.startswith("long") for name in first)
@@ -250,8 +250,7 @@ def test_request_queue_weighs_requests_by_their_cost(waiting: Maker) -> None:
 
 def test_request_queue_remembers_the_served_cost_of_a_client_while_others_wait(waiting: Maker) -> None:
     queue = queue_of(max_requests=99, max_source_tokens=999)
-    for index in range(4):
-        queue.put(waiting(f"steady {index}", client="steady"), 0.0)
+    fill(queue, waiting, "steady", 4, 0.0, client="steady")
     queue.put(waiting("long", length=30, client="coming and going"), 0.0)
     for _ in range(2):
         queue.take(names(queue.peek(1))[0], 0.0)
@@ -261,8 +260,7 @@ def test_request_queue_remembers_the_served_cost_of_a_client_while_others_wait(w
 
 def test_request_queue_serves_a_single_request_of_another_client_before_a_thousand(waiting: Maker) -> None:
     queue = queue_of(max_requests=9999, max_source_tokens=99_999)
-    for index in range(1000):
-        queue.put(waiting(f"many {index}", client="many"), 0.0)
+    fill(queue, waiting, "many", 1000, 0.0, client="many")
     queue.take("many 0", 0.0)
     queue.put(waiting("single", client="single"), 0.0)
     assert "single" in names(queue.peek(2))
@@ -280,10 +278,8 @@ def test_request_queue_charges_nothing_for_cancelled_requests(waiting: Maker) ->
 @pytest.mark.parametrize("num_interactive", [20, 200])
 def test_request_queue_serves_interactive_first_and_a_share_of_batch(waiting: Maker, num_interactive: int) -> None:
     queue = queue_of(max_requests=999, max_source_tokens=9999)
-    for index in range(30):
-        queue.put(waiting(f"batch {index}", priority=Priority.BATCH), 0.0)
-    for index in range(num_interactive):
-        queue.put(waiting(f"interactive {index}"), 0.0)
+    fill(queue, waiting, "batch", 30, 0.0, priority=Priority.BATCH)
+    fill(queue, waiting, "interactive", num_interactive, 0.0)
     served = drain(queue)
     last = served.index(f"interactive {num_interactive - 1}")
     num_batch = sum(name.startswith("batch") for name in served[:last])
@@ -293,8 +289,7 @@ def test_request_queue_serves_interactive_first_and_a_share_of_batch(waiting: Ma
 
 def test_request_queue_saves_no_batch_share_from_times_without_batch_requests(waiting: Maker) -> None:
     queue = queue_of(max_requests=999, max_source_tokens=9999)
-    for index in range(50):
-        queue.put(waiting(f"interactive {index}"), 0.0)
+    fill(queue, waiting, "interactive", 50, 0.0)
     for index in range(40):
         queue.take(f"interactive {index}", 0.0)
     queue.put(waiting("batch", priority=Priority.BATCH), 0.0)
@@ -303,12 +298,10 @@ def test_request_queue_saves_no_batch_share_from_times_without_batch_requests(wa
 
 def test_request_queue_reserves_room_for_other_clients(waiting: Maker) -> None:
     queue = queue_of(max_requests=100, max_source_tokens=9999)
-    for index in range(75):
-        queue.put(waiting(f"greedy {index}", client="greedy"), 0.0)
+    fill(queue, waiting, "greedy", 75, 0.0, client="greedy")
     with pytest.raises(QueueFull, match="client"):
         queue.put(waiting("greedy too", client="greedy"), 0.0)
-    for index in range(25):
-        queue.put(waiting(f"modest {index}", client="modest"), 0.0)
+    fill(queue, waiting, "modest", 25, 0.0, client="modest")
     assert len(queue) == 100
 
 
@@ -316,10 +309,8 @@ def test_request_queue_counts_a_client_of_both_priorities_once(waiting: Maker) -
     queue = queue_of(max_requests=100, max_source_tokens=9999)
     for priority in Priority:
         queue.put(waiting(f"other {priority}", client="other", priority=priority), 0.0)
-    for index in range(48):
-        queue.put(waiting(f"mine {index}", client="mine"), 0.0)
-    for index in range(25):  # the last quarter begins
-        queue.put(waiting(f"other {index}", client="other"), 0.0)
+    fill(queue, waiting, "mine", 48, 0.0, client="mine")
+    fill(queue, waiting, "other", 25, 0.0, client="other")
     queue.put(waiting("mine 49", client="mine"), 0.0)
     queue.put(waiting("mine 50", client="mine"), 0.0)  # half of it
     with pytest.raises(QueueFull, match="client"):
@@ -337,8 +328,7 @@ def test_request_queue_reserves_source_tokens_for_other_clients(waiting: Maker) 
 def busy_queue(waiting: Maker, *, seconds_each: float, count: int = 40, **limits: float) -> tuple[RequestQueue, float]:
     """Return an empty queue that was drained at one request in `seconds_each` for long enough, and the time."""
     queue, now_s = queue_of(max_requests=999, max_source_tokens=9999, max_wait_s=limits.get("max_wait_s")), 0.0
-    for index in range(count):
-        queue.put(waiting(f"past {index}"), 0.0)
+    fill(queue, waiting, "past", count, 0.0)
     for index in range(count):
         now_s += seconds_each
         assert queue.take(f"past {index}", now_s) is not None
@@ -347,8 +337,7 @@ def busy_queue(waiting: Maker, *, seconds_each: float, count: int = 40, **limits
 
 def test_request_queue_refuses_by_expected_wait_and_reports_it(waiting: Maker) -> None:
     queue, now_s = busy_queue(waiting, seconds_each=0.1, max_wait_s=2.0)
-    for index in range(20):
-        queue.put(waiting(str(index)), now_s)
+    fill(queue, waiting, "", 20, now_s)
     assert queue.expected_wait_s(now_s) == pytest.approx(2.0, rel=0.05)
     queue.put(waiting("last"), now_s)  # close to the limit
     with pytest.raises(QueueFull, match="wait") as refusal:
@@ -358,8 +347,7 @@ def test_request_queue_refuses_by_expected_wait_and_reports_it(waiting: Maker) -
 
 def test_request_queue_refuses_a_deadline_before_the_expected_start(waiting: Maker) -> None:
     queue, now_s = busy_queue(waiting, seconds_each=0.1)
-    for index in range(20):  # two seconds
-        queue.put(waiting(str(index)), now_s)
+    fill(queue, waiting, "", 20, now_s)
     with pytest.raises(DeadlineExceeded):
         queue.put(waiting("hopeless", deadline_s=now_s + 1.0), now_s)
     with pytest.raises(DeadlineExceeded):
@@ -370,8 +358,7 @@ def test_request_queue_refuses_a_deadline_before_the_expected_start(waiting: Mak
 
 def test_request_queue_refuses_a_deadline_before_the_expected_end_of_the_answer(waiting: Maker) -> None:
     queue, now_s = busy_queue(waiting, seconds_each=0.1)
-    for index in range(5):
-        queue.put(waiting(str(index)), now_s)
+    fill(queue, waiting, "", 5, now_s)
     queue.put(waiting("before", deadline_s=now_s + 1.2), now_s)
     for _ in range(MIN_DEPARTURES):
         queue.answered(1.0, 2)  # 0.5 s a token, so 1.5 s for three tokens
@@ -399,14 +386,12 @@ def test_answer_pace_follows_a_change_and_assumes_at_most_the_usual_length() -> 
 
 def test_request_queue_estimates_no_wait_without_measurements(waiting: Maker) -> None:
     fresh = queue_of(max_requests=999, max_source_tokens=9999, max_wait_s=0.001)
-    for index in range(50):
-        fresh.put(waiting(str(index), deadline_s=1e-9), 0.0)
+    fill(fresh, waiting, "", 50, 0.0, deadline_s=1e-9)
     assert fresh.expected_wait_s(0.0) is None
     too_few, now_s = busy_queue(waiting, seconds_each=MIN_BUSY_S, count=MIN_DEPARTURES, max_wait_s=0.001)
     too_short, then_s = busy_queue(waiting, seconds_each=MIN_BUSY_S / 100, max_wait_s=0.001)
     for queue, time_s in ((too_few, now_s), (too_short, then_s)):
-        for index in range(50):
-            queue.put(waiting(str(index), deadline_s=time_s + 1e-9), time_s)
+        fill(queue, waiting, "", 50, time_s, deadline_s=time_s + 1e-9)
 
 
 def test_request_queue_measures_no_rate_from_requests_that_find_it_idle(waiting: Maker) -> None:
@@ -426,8 +411,7 @@ def test_request_queue_accepts_any_request_when_empty_at_any_measured_rate(waiti
 
 def test_request_queue_expects_a_longer_wait_while_no_request_leaves(waiting: Maker) -> None:
     queue, now_s = busy_queue(waiting, seconds_each=0.1)
-    for index in range(20):
-        queue.put(waiting(str(index)), now_s)
+    fill(queue, waiting, "", 20, now_s)
     queue.take("0", now_s + 0.1)
     waits_s = [queue.expected_wait_s(now_s + later_s) or 0.0 for later_s in (0.1, 1.0, 10.0, 1000.0)]
     assert waits_s == sorted(waits_s)
@@ -453,8 +437,7 @@ def test_request_queue_serves_preempted_requests_first(waiting: Maker) -> None:
 
 def test_request_queue_counts_the_cost_of_a_preempted_request_once(waiting: Maker) -> None:
     queue, now_s = busy_queue(waiting, seconds_each=0.1)
-    for index in range(20):
-        queue.put(waiting(str(index)), now_s)
+    fill(queue, waiting, "", 20, now_s)
     before_s = queue.expected_wait_s(now_s)
     for _ in range(50):  # no other request is served meanwhile
         now_s += 0.1
@@ -484,3 +467,45 @@ def test_queue_serves_every_priority(waiting: Maker, priority: Priority) -> None
     queue = queue_of()
     queue.put(waiting("a", priority=priority), 0.0)
     assert names(queue.peek(1)) == ["a"]
+
+
+def check(source: int, prefix: int) -> None:
+    runner = FakeRunner(vocab_size=64)
+    runner.facts = dataclasses.replace(runner.facts, source_vocab_size=80)
+    admit(request_of("a", (source,), prefix=(prefix,)), OutputStream("a"), limits_of(runner, limits_for(runner)))
+
+
+async def test_admission_names_the_longest_source_when_one_is_predicted_not_to_fit() -> None:
+    runner = FakeRunner(max_source_len=32)
+    budget = EncodeBudget(max_bytes=1000, predict=lambda num_tokens, longest: 100 + 50 * num_tokens)  # 18 tokens
+    limits = limits_of(runner, limits_for(runner, encode_budget=budget))
+    for length in (17, 18):
+        admit(request_of("a", source_of(target_len=3, length=length)), OutputStream("a"), limits)
+    with pytest.raises(InvalidArgument, match="source is 19 tokens long; it must be 1 to 18 tokens long"):
+        admit(request_of("a", source_of(target_len=3, length=19)), OutputStream("a"), limits)
+
+
+async def test_admission_accepts_every_id_of_either_vocabulary() -> None:
+    check(79, 63)
+
+
+@pytest.mark.parametrize(("source", "prefix", "field", "highest"), [(80, 0, "source", 79), (79, 64, "prefix", 63)])
+async def test_admission_names_the_vocabulary_when_an_id_is_outside_it(
+    source: int, prefix: int, field: str, highest: int
+) -> None:
+    with pytest.raises(InvalidArgument, match=f"{field} .*from 0 to {highest}"):
+        check(source, prefix)
+
+
+async def test_cost_counts_every_row_at_its_requested_length() -> None:
+    def cost(**controls: object) -> int:
+        params = SamplingParams(max_new_tokens=24, **controls)  # type: ignore[arg-type]
+        runner = FakeRunner()
+        made = request_of("a", source_of(target_len=3, length=5), params=params)
+        return admit(made, OutputStream("a"), limits_of(runner, limits_for(runner))).cost
+
+    assert cost() == 5 + 5
+    assert cost(min_new_tokens=12) == 5 + 12
+    assert cost(ignore_eos=True) == 5 + 24
+    assert cost(ignore_eos=True, temperature=1.0, num_return_sequences=8) == 5 + 8 * 24
+    assert cost(ignore_eos=True, temperature=1.0, num_return_sequences=8, top_p=0.9) == 5 + 8 * 36

@@ -1,11 +1,8 @@
 """Rows taken from one caller for another: after which steps, how many, and with the same answers."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import random
-from collections.abc import Iterator
 from contextlib import closing
 
 import pytest
@@ -24,13 +21,6 @@ from tests.unit.scheduling.test_preemption import random_request, seen
 ROWS = 16
 BLOCKS = ROWS * 16  # enough for the longest rows of the fake model, so that no request waits for blocks
 START_STEPS = PATIENCE_STEPS + 2  # maximum number of steps until another caller has started
-
-
-@pytest.fixture
-def loop() -> Iterator[asyncio.AbstractEventLoop]:
-    loop = asyncio.new_event_loop()
-    yield loop
-    loop.close()
 
 
 def samples_of(name: str, count: int, *, client: str = "many", length: int = 30) -> Request:
@@ -63,9 +53,7 @@ def answers(events: tuple[TokenEvent, ...]) -> list[tuple[object, ...]]:
     return [*map(seen, events)]
 
 
-def test_other_caller_starts_within_a_few_steps_when_one_request_has_every_row(
-    loop: asyncio.AbstractEventLoop,
-) -> None:
+def test_other_caller_starts_within_a_few_steps_when_one_request_has_every_row(loop: asyncio.AbstractEventLoop) -> None:
     bench = Bench(loop, max_rows=ROWS, num_blocks=BLOCKS, reads_history=True)
     many = bench.ask(samples_of("many", ROWS))
     bench.step()

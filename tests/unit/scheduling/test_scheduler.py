@@ -1,13 +1,13 @@
-from __future__ import annotations
-
 from dataclasses import dataclass
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from antiphon.domain.limits import EncodeBudget, EngineLimits
-from antiphon.engine.kv_cache import BlockPool
+from antiphon.engine.kv_cache import BlockPool, OutOfBlocks
 from antiphon.engine.scheduler import MAX_DEFERRED_STEPS, Batch, schedule
+from antiphon.ops.cache_geometry import blocks_for
 
 
 @dataclass(frozen=True)
@@ -39,28 +39,22 @@ def limits(max_num_seqs: int = 8, max_num_batched_tokens: int = 100) -> EngineLi
     return EngineLimits(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
 
 
-def test_scheduler_admits_in_order_of_arrival_for_any_lengths() -> None:
-    assert admitted(schedule(items(5, 3, 5, 3, 9), num_running=2, num_free_blocks=50, limits=limits())) == [
-        0,
-        1,
-        2,
-        3,
-        4,
-    ]
-
-
-def test_scheduler_admits_no_more_rows_than_allowed() -> None:
-    assert admitted(schedule(items(3, 3, 3), num_running=6, num_free_blocks=50, limits=limits())) == [0, 1]
-    assert admitted(schedule(items(3, 3, 3), num_running=8, num_free_blocks=50, limits=limits())) == []
-
-
-def test_scheduler_stops_at_the_token_budget() -> None:
-    assert admitted(schedule(items(40, 60, 1), num_running=0, num_free_blocks=50, limits=limits())) == [0, 1]
-
-
-def test_scheduler_prefills_a_sequence_alone_when_it_is_longer_than_the_budget() -> None:
-    assert admitted(schedule(items(500, 1), num_running=0, num_free_blocks=50, limits=limits())) == [0]
-    assert admitted(schedule(items(1, 500), num_running=0, num_free_blocks=50, limits=limits())) == [0]
+@pytest.mark.parametrize(
+    ("lengths", "num_running", "expected"),
+    [
+        ((5, 3, 5, 3, 9), 2, [0, 1, 2, 3, 4]),  # in order of arrival
+        ((3, 3, 3), 6, [0, 1]),  # up to the rows
+        ((3, 3, 3), 8, []),
+        ((40, 60, 1), 0, [0, 1]),  # up to the token budget
+        ((500, 1), 0, [0]),  # alone, if longer than the budget
+        ((1, 500), 0, [0]),
+    ],
+)
+def test_scheduler_admits_in_order_up_to_rows_and_token_budget(
+    lengths: tuple[int, ...], num_running: int, expected: list[int]
+) -> None:
+    batch = schedule(items(*lengths), num_running=num_running, num_free_blocks=50, limits=limits())
+    assert admitted(batch) == expected
 
 
 def test_scheduler_lets_no_request_overtake_one_that_waits_for_blocks() -> None:
@@ -152,3 +146,48 @@ def test_scheduler_serves_all_in_order_within_its_bounds_under_random_ends_and_c
         if running and (must_end or data.draw(st.booleans())):
             pool.free(running.pop(data.draw(st.sampled_from(list(running)))))
         assert pool.num_free + pool.num_used == pool.num_blocks
+
+
+@given(num_tokens=st.integers(0, 10_000), block_size=st.integers(1, 64))
+def test_blocks_for_returns_the_least_number_that_holds_the_tokens(num_tokens: int, block_size: int) -> None:
+    num_blocks = blocks_for(num_tokens, block_size)
+    assert num_blocks * block_size >= num_tokens
+    assert num_blocks == 0 or (num_blocks - 1) * block_size < num_tokens
+
+
+@given(total=st.integers(1, 40), sizes=st.lists(st.integers(0, 12), max_size=40), data=st.data())
+def test_block_pool_allocates_each_block_once_and_loses_none(total: int, sizes: list[int], data: st.DataObject) -> None:
+    pool = BlockPool(total, 16)
+    lent: list[tuple[int, ...]] = []
+    for size in sizes:
+        if data.draw(st.booleans()) and lent:
+            pool.free(lent.pop(data.draw(st.integers(0, len(lent) - 1))))
+        fits = pool.can_allocate(size)
+        assert fits == (size <= pool.num_free)
+        if fits:
+            lent.append(pool.allocate(size))
+        else:
+            with pytest.raises(OutOfBlocks):
+                pool.allocate(size)
+        blocks = [block for table in lent for block in table]
+        assert len(set(blocks)) == len(blocks) == pool.num_used
+        assert pool.num_free + pool.num_used == pool.num_blocks == total
+        assert all(0 <= block < total for block in blocks)
+
+
+def test_block_pool_refuses_a_block_freed_twice_or_foreign_and_changes_nothing() -> None:
+    pool = BlockPool(8, 16)
+    first, second = pool.allocate(2), pool.allocate(3)
+    pool.free(first)
+    for wrong in (first, (*second, first[0]), (8,), (-1,), (second[0], second[0])):
+        with pytest.raises(ValueError, match="block"):
+            pool.free(wrong)
+        assert pool.num_used == 3
+    pool.free(second)
+    assert pool.num_free == 8
+
+
+@pytest.mark.parametrize(("num_blocks", "block_size", "field"), [(-1, 16, "num_blocks"), (4, 0, "block_size")])
+def test_block_pool_names_the_size_that_is_wrong(num_blocks: int, block_size: int, field: str) -> None:
+    with pytest.raises(ValueError, match=field):
+        BlockPool(num_blocks, block_size)

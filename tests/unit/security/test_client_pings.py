@@ -1,7 +1,5 @@
 """Silent clients that ping as often as the server allows stay connected, on every gRPC port."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable

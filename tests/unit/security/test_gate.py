@@ -1,7 +1,5 @@
 """Bearer tokens and the limits of a port: refused calls, their status, and their metrics."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import re
@@ -357,10 +355,7 @@ CA_AND_PAIR: dict[str, Any] = {"tls_cert": Path("c"), "tls_key": Path("k")}
         ({"host": "0.0.0.0", "auth_tokens_file": Path("t")}, ["port listens on 0.0.0.0 without TLS, so tokens can"]),
         ({"metrics_host": "0.0.0.0"}, ["metrics_port listens on 0.0.0.0, and every client that reaches it may read"]),
         ({"admin_host": "0.0.0.0"}, []),
-        (
-            {"admin_host": "0.0.0.0", "admin_port": 1},
-            ["admin_port listens on 0.0.0.0, and every client that"],
-        ),
+        ({"admin_host": "0.0.0.0", "admin_port": 1}, ["admin_port listens on 0.0.0.0, and every client that"]),
     ],
 )
 def test_ports_without_access_control_cause_a_warning(settings: dict[str, Any], expected: list[str]) -> None:

@@ -1,14 +1,12 @@
 """Renewal of one port's certificates: its connections, their order, and failures."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import socket
 import ssl
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import grpc.aio
@@ -22,6 +20,7 @@ from antiphon.rpc.tls import Certificates, TlsFiles, read_certificates
 from antiphon.server.ports import close_port, open_port
 from tests.certificates import Authority, Pair, as_pem, renew, trusting
 from tests.serving import serving
+from tests.waits import comes_true
 
 PATIENCE_S = 60
 
@@ -94,7 +93,6 @@ def listening(followed: Followed, shown: ssl.SSLContext, then_shown: ssl.SSLCont
 
 
 def is_open(connection: socket.socket) -> bool:
-    """Return whether the other end has not closed."""
     connection.setblocking(False)
     try:
         return connection.recv(1) != b""
@@ -104,18 +102,6 @@ def is_open(connection: socket.socket) -> bool:
 
 async def shows(followed: Followed, new: Certificates) -> None:
     await comes_true(lambda: followed.certificates._shown is new)
-
-
-async def comes_true(condition: Callable[[], bool]) -> None:
-    """Wait for a condition that another thread makes true."""
-
-    def wait() -> None:
-        end_s = time.monotonic() + PATIENCE_S
-        while not condition():
-            assert time.monotonic() < end_s
-            time.sleep(0.001)
-
-    await asyncio.to_thread(wait)
 
 
 async def test_guard_connects_before_certificates_are_offered_and_stays(authority: Authority) -> None:

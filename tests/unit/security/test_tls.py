@@ -1,12 +1,16 @@
-"""TLS of the ports with real clients: accepted and refused clients, and the certificates presented."""
-
-from __future__ import annotations
+"""TLS of the ports with real clients: certificates, refused clients, handshakes and connections of a shared port."""
 
 import asyncio
+import contextlib
+import datetime
+import socket
 import ssl
+import subprocess
+import sys
 import urllib.request
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -16,11 +20,19 @@ from prometheus_client import CollectorRegistry, Gauge
 from antiphon.cli.main import main
 from antiphon.client import AsyncClient, Client, Connection, RetryPolicy, ServerError
 from antiphon.observability.metrics import MetricFamilies
+from antiphon.observability.telemetry import Telemetry
+from antiphon.rpc.grpc_fixes.port_certificates import is_own
 from antiphon.rpc.ports import serve_metrics
 from antiphon.rpc.reloading import FileMetrics, FileProblem, Reloading
 from antiphon.rpc.tls import TlsFiles, read_certificates
-from tests.certificates import Authority, Pair, as_pem, encrypt, renew, replace, trusting
+from antiphon.server import ports
+from antiphon.server.access import Access
+from antiphon.server.admin import AdminServicer, build_admin_server
+from antiphon.server.ports import listening
+from antiphon.server.settings import ServerConfig
+from tests.certificates import Authority, Pair, as_pem, client_hello, encrypt, renew, replace, trusting
 from tests.serving import SOURCE, Gate, Serving, serving
+from tests.waits import client_waits
 
 ONCE = RetryPolicy(attempts=1)
 
@@ -164,14 +176,10 @@ def test_unusable_pair_is_refused_by_the_name_of_its_file(
     assert str(caught.value).startswith(message.format(cert=pair.cert, key=pair.key))
 
 
-def test_expired_certificate_is_refused(authority: Authority) -> None:
-    pair = authority.expired_server()
+def test_expired_certificate_and_file_without_authorities_are_refused(authority: Authority) -> None:
+    expired, pair = authority.expired_server(), authority.server()
     with pytest.raises(FileProblem, match=r"^tls_cert is .*, which no client would accept: certificate has expired"):
-        read_certificates(TlsFiles(cert=pair.cert, key=pair.key))
-
-
-def test_file_without_authorities_is_refused(authority: Authority) -> None:
-    pair = authority.server()
+        read_certificates(TlsFiles(cert=expired.cert, key=expired.key))
     with pytest.raises(FileProblem, match=r"^tls_client_ca is .*key, which holds no certificate"):
         read_certificates(TlsFiles(cert=pair.cert, key=pair.key, client_ca=pair.key))
 
@@ -237,3 +245,127 @@ def test_server_does_not_start_with_invalid_access_settings(
     assert main(["serve", "--port=0", "--metrics-port=0", *given]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"antiphon serve: {message.format(**names)}")
+
+
+# Less than gRPC's own handshake timeout, which is two minutes.
+PATIENCE_S = 60
+
+
+@pytest.fixture
+def settings(authority: Authority, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Return settings of a server with client certificates and a short time limit for handshakes."""
+    option = (ports.HANDSHAKE_OPTION[0], 300)
+    monkeypatch.setattr(ports, "HANDSHAKE_OPTION", option)
+    pair = authority.server()
+    return {"tls_cert": pair.cert, "tls_key": pair.key, "tls_client_ca": authority.file}
+
+
+@contextlib.asynccontextmanager
+async def admin_port(settings: dict[str, Any]) -> AsyncIterator[int]:
+    """Serve the admin service of no model."""
+    config = ServerConfig(**settings)
+    families = MetricFamilies(CollectorRegistry())
+    nothing: Any = None  # no call is made
+    server = build_admin_server(AdminServicer(nothing, nothing, config), Telemetry(families), client_waits())
+    certificates = Access(config, FileMetrics(families)).port_certificates()
+    async with listening(server, "127.0.0.1", 0, certificates) as port:
+        yield port
+
+
+@contextlib.asynccontextmanager
+async def main_port(settings: dict[str, Any]) -> AsyncIterator[int]:
+    async with serving(**settings) as served:
+        yield int(served.target.rpartition(":")[2])
+
+
+@pytest.mark.parametrize("open_one", [main_port, admin_port])
+async def test_unfinished_handshakes_are_ended(open_one: Any, settings: dict[str, Any]) -> None:
+    hello = client_hello()
+    async with open_one(settings) as port, asyncio.timeout(PATIENCE_S):
+        for sent in (b"", hello[:11], hello):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(sent)
+            await read_to_the_end(reader)
+            writer.close()
+
+
+async def test_client_is_disconnected_when_it_sends_nothing_after_its_handshake(
+    authority: Authority, settings: dict[str, Any]
+) -> None:
+    client = authority.client("somebody")
+    context = ssl.create_default_context(cafile=authority.file)
+    context.load_cert_chain(client.cert, client.key)
+    context.set_alpn_protocols(["h2"])
+    async with main_port(settings) as port, asyncio.timeout(PATIENCE_S):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
+        await read_to_the_end(reader)
+        writer.close()
+
+
+async def read_to_the_end(reader: asyncio.StreamReader) -> None:
+    with contextlib.suppress(ConnectionError):
+        await reader.read()
+
+
+async def test_wrong_client_certificates_are_refused_and_valid_ones_are_served(
+    authority: Authority, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    yesterday = datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=1)
+    wrong = [authority.client("late", not_after=yesterday), Authority(tmp_path, "stranger").client("stranger"), None]
+    async with serving(**settings) as served:
+        for pair in wrong * 3:
+            connection = trusting(authority, pair, retry=RetryPolicy(attempts=1))
+            async with AsyncClient(served.target, connection=connection) as client:
+                with pytest.raises(ServerError) as caught:
+                    await client.generate_text(SOURCE, timeout_s=PATIENCE_S)
+            assert caught.value.code is grpc.StatusCode.UNAVAILABLE
+        connection = trusting(authority, authority.client("somebody"), retry=RetryPolicy(attempts=1))
+        async with AsyncClient(served.target, connection=connection) as client:
+            assert (await client.generate_text(SOURCE, timeout_s=PATIENCE_S)).text
+
+
+# Accepts one connection on the socket that it inherits, says so, and holds it.
+_ACCEPT = (
+    "import socket, sys; s = socket.socket(fileno=int(sys.argv[1])); c = s.accept(); print('here', flush=True); "
+    "sys.stdin.read()"
+)
+ADDRESSES = [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")]
+
+
+@pytest.fixture(params=ADDRESSES, ids=["IPv4", "IPv6"])
+def listener(request: pytest.FixtureRequest) -> Iterator[socket.socket]:
+    family, address = request.param
+    with socket.create_server((address, 0), family=family) as made:
+        yield made
+
+
+def test_connection_that_this_process_accepted_is_its_own(listener: socket.socket) -> None:
+    with socket.create_connection(listener.getsockname()[:2]) as client:
+        accepted, _ = listener.accept()
+        with accepted:
+            assert is_own(client)
+        assert not is_own(client)
+
+
+def test_connection_over_ipv4_to_a_socket_of_both_families_is_its_own() -> None:
+    with (
+        socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True) as listener,
+        socket.create_connection(("127.0.0.1", listener.getsockname()[1])) as client,
+    ):
+        accepted, _ = listener.accept()
+        with accepted:
+            assert is_own(client)
+
+
+def test_connection_that_another_process_accepted_is_not(listener: socket.socket) -> None:
+    number = listener.fileno()
+    command = [sys.executable, "-c", _ACCEPT, str(number)]
+    with (
+        subprocess.Popen(command, pass_fds=[number], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other,
+        socket.create_connection(listener.getsockname()[:2]) as client,
+    ):
+        assert other.stdout is not None
+        assert other.stdin is not None
+        assert other.stdout.readline() == b"here\n"
+        assert not is_own(client)
+        other.stdin.close()

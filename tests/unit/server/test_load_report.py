@@ -1,7 +1,5 @@
 """Load reports agree with the engines' gauges, with every RPC and out of band."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

@@ -1,6 +1,4 @@
-"""Limits of machine and container: reading them, and comparing them with the memory of the models."""
-
-from __future__ import annotations
+"""Limits of machine and container, trimming of the heap, and the first command that `antiphon serve` suggests."""
 
 import logging
 import resource
@@ -13,7 +11,9 @@ import pytest
 from antiphon.domain.errors import OverBudget
 from antiphon.server.machine import allow_files, memory_bytes
 from antiphon.server.models.memory import ModelMemory, check_memory
-from antiphon.server.watch import ConnectionWatch
+from antiphon.server.ports import first_command
+from antiphon.server.watch import ConnectionWatch, MemoryTrimmer
+from antiphon.v1 import inference_pb2 as pb
 from tests.fakes import FakeClock
 
 MODEL = ModelMemory(weight_bytes=100, cache_bytes=1000, workspace_bytes=20)
@@ -130,3 +130,103 @@ with tempfile.TemporaryFile(), tempfile.TemporaryFile():
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "2\n"
+
+
+MB = 1 << 20
+
+
+class Heap:
+    """Memory of a process: bytes in use, and free bytes that a trim returns."""
+
+    def __init__(self) -> None:
+        self.used = 100 * MB
+        self.free = 0
+        self.num_trims = 0
+
+    def resident(self) -> int:
+        return self.used + self.free
+
+    def trim(self, _: int) -> None:
+        self.num_trims += 1
+        self.free = 0
+
+
+async def test_caches_of_idle_engines_are_looked_at_every_ten_seconds() -> None:
+    heap, looks = Heap(), []
+
+    class Engine:
+        def free_idle_cache(self) -> None:
+            looks.append(heap.num_trims)
+
+    freeing = MemoryTrimmer(heap.resident, heap.trim, lambda: [Engine(), Engine()])
+    for _ in range(10):
+        await freeing.check()
+    assert len(looks) == 4
+
+
+@pytest.fixture
+def heap() -> Heap:
+    return Heap()
+
+
+async def checked(heap: Heap, trimmer: MemoryTrimmer, num_times: int) -> int:
+    """Return the number of trims in a number of checks."""
+    before = heap.num_trims
+    for _ in range(num_times):
+        await trimmer.check()
+    return heap.num_trims - before
+
+
+async def test_heap_is_trimmed_when_memory_is_freed_long_after_it_grew(heap: Heap) -> None:
+    """Calls held their answers for 30 s after memory had stopped growing, and that memory stayed resident."""
+    trimmer = MemoryTrimmer(heap.resident, heap.trim)
+    heap.used += 50 * MB
+    await checked(heap, trimmer, 40)
+    heap.used -= 50 * MB
+    heap.free += 50 * MB
+    await checked(heap, trimmer, 40)
+    assert heap.resident() == 100 * MB
+
+
+async def test_heap_is_trimmed_seldom_by_an_idle_server_and_at_the_next_check_after_growth(heap: Heap) -> None:
+    trimmer = MemoryTrimmer(heap.resident, heap.trim)
+    numbers = [await checked(heap, trimmer, 100) for _ in range(4)]
+    assert 4 >= numbers[-1] < numbers[0]
+    heap.free += 10 * MB
+    assert await checked(heap, trimmer, 1) == 1
+
+
+async def test_heap_is_not_trimmed_without_glibc(heap: Heap) -> None:
+    heap.free = 50 * MB
+    await MemoryTrimmer(heap.resident, None).check()
+    assert heap.free == 50 * MB
+
+
+TARGET = "--target 127.0.0.1:1 "
+
+
+def model(architecture: pb.Architecture.ValueType, *tasks: pb.Task.ValueType, mask_token: str = "") -> pb.Model:
+    described = [pb.TaskDescription(task=task) for task in tasks]
+    return pb.Model(architecture=architecture, tasks=described, mask_token=mask_token)
+
+
+@pytest.mark.parametrize(
+    ("served", "expected"),
+    [
+        (model(pb.ARCHITECTURE_ENCODER_DECODER), f'generate {TARGET}"How are you?"'),
+        (model(pb.ARCHITECTURE_DECODER), f'generate {TARGET}"How are you?"'),
+        (model(pb.ARCHITECTURE_ENCODER, pb.TASK_POOL, pb.TASK_CLASSIFY), f'classify {TARGET}"How are you?"'),
+        (model(pb.ARCHITECTURE_ENCODER, pb.TASK_TAG), f'tag {TARGET}"How are you?"'),
+        (
+            model(pb.ARCHITECTURE_ENCODER, pb.TASK_NEXT_SENTENCE, pb.TASK_FILL_MASK, mask_token="[MASK]"),
+            f'fill-mask {TARGET}"How are [MASK]?"',
+        ),
+        (model(pb.ARCHITECTURE_ENCODER), "models list --target 127.0.0.1:1"),
+    ],
+)
+def test_first_command_matches_the_abilities_of_the_model(served: pb.Model, expected: str) -> None:
+    assert first_command(served, TARGET) == expected
+
+
+def test_first_command_omits_the_target_when_it_is_the_default() -> None:
+    assert first_command(model(pb.ARCHITECTURE_ENCODER), "") == "models list"

@@ -1,7 +1,5 @@
 """Memory of a model compared with the bytes that its runner reserves, and arithmetic of the budget."""
 
-from __future__ import annotations
-
 import asyncio
 from contextlib import closing
 from dataclasses import replace

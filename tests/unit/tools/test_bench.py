@@ -1,14 +1,16 @@
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json
+import math
 import shutil
 import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import grpc
+import grpc.aio
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,8 +19,11 @@ from antiphon.architecture.config import LinearScaling, preset
 from antiphon.bundle.manifest import load_bundle, write_manifest
 from antiphon.load.workload import EVERYDAY
 from antiphon.server.settings import SHIPPED_BUNDLE
-from antiphon.text.tokenizer import byte_bpe_format
+from antiphon.text.tokenizer import Tokenizer, byte_bpe_format
 from antiphon.tools.bench import command
+from antiphon.tools.bench import kernels as section
+from antiphon.tools.bench.child_servers import HANDLERS, StageTimes
+from antiphon.tools.bench.command import SECTIONS
 from antiphon.tools.bench.corpus import everyday, held_out, read_corpus, repeat, tokenize
 from antiphon.tools.bench.ctranslate2 import (
     CTranslate2Settings,
@@ -28,6 +33,7 @@ from antiphon.tools.bench.ctranslate2 import (
     obstacle,
 )
 from antiphon.tools.bench.host import HostTime, NullRunner, measure, split
+from antiphon.tools.bench.kernel_runs import KERNELS, PORTABLE, active_kernels
 from antiphon.tools.bench.node_profile import summary
 from antiphon.tools.bench.poisson import Batcher, BatcherConfig, offer
 from antiphon.tools.bench.report import (
@@ -43,6 +49,7 @@ from antiphon.tools.bench.report import (
     table,
     to_json,
 )
+from antiphon.tools.bench.setup import Setup
 from antiphon.tools.bench.static import translate_static
 from antiphon.tools.bench.throughput import divisions
 from antiphon.tools.offline import Offline
@@ -437,3 +444,96 @@ def test_plot_of_growth_has_a_line_for_each_case(tmp_path: Path) -> None:
     ]
     plot_growth(tmp_path / "growth.png", findings, "a machine")
     assert (tmp_path / "growth.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.fixture
+def setup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Setup:
+    monkeypatch.setattr(section, "LEAST_S", 1e-6)
+    monkeypatch.setattr(section, "TIMES", 1)
+    return Setup(bundle=load_bundle(SHIPPED_BUNDLE), corpus=everyday(), work=tmp_path, rows=(1, 3), threads=1, repeat=1)
+
+
+@pytest.mark.parametrize("kernels", [KERNELS, (PORTABLE,)], ids=["fastest", PORTABLE])
+def test_section_reports_a_rate_for_every_kernel(
+    setup: Setup, kernels: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kernels == (PORTABLE,):
+        monkeypatch.setattr(section, "active_kernels", lambda: PORTABLE)
+    findings = SECTIONS["kernels"](setup)
+    rates = [finding for finding in findings if finding.unit == "G multiply-adds/s"]
+    assert [(rate.case, rate.rows) for rate in rates] == [(one.case, one.rows) for one in section.kernels_of((1, 3))]
+    assert len({(rate.case, rate.rows) for rate in rates}) == len(rates) == 2 * 2 * (2 * 4 + 1 + 5)
+    has_bare = kernels != (PORTABLE,) and active_kernels() != PORTABLE
+    for finding in findings:
+        assert finding.name == "kernels"
+        assert math.isfinite(finding.antiphon)
+        assert finding.antiphon > 0
+    for rate in rates:
+        assert (rate.baseline is not None) == (rate.ratio is not None) == has_bare
+        assert not has_bare or (rate.baseline or 0) > 0
+        assert not has_bare or (rate.ratio or 0) > 0
+
+
+def test_one_row_of_a_product_is_compared_with_reading_its_weight(setup: Setup) -> None:
+    findings = [finding for finding in SECTIONS["kernels"](setup) if finding.unit == "GB/s of weights"]
+    assert [finding.case for finding in findings] == [
+        kernel.case for kernel in section.kernels_of((1,)) if kernel.weight_bytes is not None
+    ]
+    assert {finding.rows for finding in findings} == {1}
+    assert all((finding.baseline or 0) > 0 and (finding.ratio or 0) > 0 for finding in findings)
+
+
+SPENT_S = 0.02
+
+
+def spend() -> None:
+    end_s = time.thread_time() + SPENT_S
+    while time.thread_time() < end_s:
+        pass
+
+
+def test_time_of_an_inner_stage_is_not_counted_for_the_outer_one() -> None:
+    times = StageTimes()
+    with times.within(HANDLERS):
+        spend()
+        with times.within("tokenising"):
+            spend()
+            spend()
+    assert SPENT_S <= times.seconds[HANDLERS] < 2 * SPENT_S <= times.seconds["tokenising"]
+    assert times.thread_s() >= 3 * SPENT_S
+
+
+def test_methods_are_measured_in_this_thread_until_the_context_is_left() -> None:
+    encode, times, tokenizer = Tokenizer.encode, StageTimes(), tiny_tokenizer()
+    with times.measuring():
+        thread = threading.Thread(target=tokenizer.encode, args=("the cat",))
+        thread.start()
+        thread.join()
+        assert times.seconds["tokenising"] == 0
+        for _ in range(1000):  # more than a tick of any clock
+            assert tokenizer.encode("the cat") == encode(tokenizer, "the cat")
+        assert times.seconds["tokenising"] > 0
+    assert Tokenizer.encode is encode
+
+
+async def test_handlers_of_a_server_are_measured_without_the_stages_in_them() -> None:
+    times, tokenizer = StageTimes(), tiny_tokenizer()
+
+    async def answer(request: bytes, context: Any) -> bytes:
+        spend()
+        return str(tokenizer.encode(request.decode())).encode()
+
+    methods: dict[str, Any] = {"Encode": grpc.unary_unary_rpc_method_handler(answer)}
+    with times.measuring():
+        server = grpc.aio.server()
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Service", methods),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        call: Any = channel.unary_unary("/test.Service/Encode")
+        with times.measuring():
+            answers = [await call(b"the cat") for _ in range(2)]
+    await server.stop(None)
+    assert answers == [str(tokenizer.encode("the cat")).encode()] * 2
+    assert times.seconds[HANDLERS] >= 2 * SPENT_S
+    assert times.seconds["tokenising"] < SPENT_S

@@ -1,7 +1,5 @@
 """`antiphon size --device cuda`: the memory of a GPU, compared with the files and the pool that a runner allocates."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

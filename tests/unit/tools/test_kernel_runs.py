@@ -1,7 +1,5 @@
 """Runs of single kernels: each table of kernels that this processor can run, and the refusals. No speed is compared."""
 
-from __future__ import annotations
-
 import ctypes
 import math
 import os

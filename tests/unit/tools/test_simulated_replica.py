@@ -1,7 +1,5 @@
 """A simulated replica compared with closed formulas of queueing theory."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -13,7 +13,6 @@ from torch.nn import functional
 from antiphon.architecture.config import preset
 from antiphon.architecture.heads import FIRST_TOKEN_TASKS
 from antiphon.checkpoints.checkpoint import load_checkpoint, read_tensors
-from antiphon.cli.main import main
 from antiphon.errors import RecipeError
 from antiphon.text.format import fill
 from antiphon.training.batches import IGNORED_LABEL
@@ -30,6 +29,7 @@ from antiphon.transformer.layers import EncoderLayer
 from antiphon.transformer.neighbour_start import OFFSETS, POSITION_SIZE
 from tests.encoder_recipes import GROUP, commands, fine_tune_recipe, pretrain_recipe, pretrained
 from tests.marks import training
+from tests.recipe_files import check_equal_weights, killed_at
 
 pytestmark = training
 
@@ -39,10 +39,6 @@ torch.set_num_threads(1)  # arrays this small are slower with several threads
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return pretrained(tmp_path_factory.mktemp("base"), max_steps=150, peak_lr=1e-2, checkpoint_every_steps=30)
-
-
-class Killed(Exception):
-    """Simulation of SIGKILL: training stops between two statements without any clean-up."""
 
 
 def test_pretraining_learns_masked_tokens(base: Path) -> None:
@@ -61,28 +57,15 @@ def test_pretraining_learns_masked_tokens(base: Path) -> None:
     assert checkpoint.provenance.recipe == "commands"
 
 
-def test_resumed_pretraining_equals_an_uninterrupted_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resumed_pretraining_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     """A run killed at step 17 resumes from step 10 with the same pairs, masks and dropout, so weights are equal."""
     whole = pretrained(tmp_path)
-    step = Trainer.train_step
-
-    def killed_at_17(trainer: Trainer, batch: object) -> float:
-        if trainer.progress.step == 17:
-            raise Killed
-        return step(trainer, batch)  # type: ignore[arg-type]
-
-    expected = read_tensors(whole / "model.safetensors")
     recipe = pretrain_recipe(tmp_path)
-    monkeypatch.setattr(Trainer, "train_step", killed_at_17)
-    with pytest.raises(Killed):
+    with killed_at(17):
         Trainer(recipe, tmp_path, tmp_path / "killed", GROUP).run()
-    monkeypatch.undo()
     again = Trainer(recipe, tmp_path, tmp_path / "killed", GROUP).run()
     assert again is not None
-    found = read_tensors(again / "model.safetensors")
-    assert expected.keys() == found.keys()
-    for name in expected:
-        assert torch.equal(expected[name], found[name]), name
+    check_equal_weights(whole, again)
 
 
 def test_losses_equal_those_of_the_outputs_of_the_heads(tmp_path: Path) -> None:
@@ -316,33 +299,6 @@ def test_every_token_of_a_word_has_a_label() -> None:
     assert first_tags([0], ["O"], 2) == ["O", "O"], "the second word was cut off"
 
 
-def write_toml(folder: Path, text: str) -> str:
-    path = folder / "recipe.toml"
-    path.write_text(text)
-    return str(path)
-
-
-@pytest.mark.parametrize(
-    ("name", "old", "new", "message"),
-    [
-        ("mlm-small", 'task = "pretrain"', 'task = "pretend"', "task must be translate"),
-        ("mlm-small", "token_types = 2", "token_types = 0", r"model\.token_types=0 must be at least 2"),
-        ("mlm-small", "num_heads = 4", "num_heads = 7", "num_heads=7 does not divide"),
-        ("mlm-small", 'schedule = "linear"', 'schedule = "cosine"', r"train\.schedule"),
-        ("mlm-small", "[train]", "[masking]\nrate = 0.0\n[train]", r"masking\.rate"),
-        ("mlm-small", "[train]", "[masking]\nmasked = 0.95\n[train]", r"masking: masked=0\.95 and random=0\.1"),
-        ("mlm-small", 'format = "conll"', 'format = "xml"', r"data\.sentences\.8\.format"),
-        ("snips", "[train]", "[model]\nd_model = 8\n[train]", "model: Extra inputs"),
-        ("wnut17", "sha256", "sha265", r"data\.train\.0\.sha256"),
-    ],
-)
-def test_recipe_with_a_wrong_field_names_it(tmp_path: Path, name: str, old: str, new: str, message: str) -> None:
-    text = (Path(__file__).parents[3] / f"model/antiphon/training/recipes/{name}.toml").read_text()
-    assert old in text
-    with pytest.raises(RecipeError, match=message):
-        load_any_recipe(write_toml(tmp_path, text.replace(old, new, 1)))
-
-
 def test_recipe_of_bert_differs_from_bert_base_only_in_size_and_dropout() -> None:
     recipe = load_any_recipe("bert-small")
     assert isinstance(recipe, PretrainRecipe)
@@ -388,19 +344,3 @@ def test_random_weights_use_only_shape_and_tokenizer_of_the_checkpoint(base: Pat
         assert not torch.equal(drawn.model.state_dict()[name], first[name])
     assert drawn.model_config == kept.model_config
     assert drawn.task.tokenizer.encode("play music") == init.tokenizer.encode("play music")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["snips"], "--init must name the encoder"),
-        (["snips", "--random-weights"], "--random-weights needs --init"),
-        (["mlm-small", "--freeze-encoder"], "classify or tag; the task of 'mlm-small' is 'pretrain'"),
-        (["snips", "--init", "nowhere"], "nowhere is not a checkpoint"),
-    ],
-)
-def test_command_names_the_missing_argument(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
-) -> None:
-    assert main(["train", *arguments, "--data", str(tmp_path), "--output", str(tmp_path / "run")]) == 2
-    assert message in capsys.readouterr().err

@@ -5,7 +5,6 @@ import math
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,8 +12,7 @@ from pydantic import ValidationError
 from torch.nn import functional
 
 from antiphon.architecture.config import preset
-from antiphon.checkpoints.checkpoint import load_checkpoint, read_tensors
-from antiphon.cli.main import main
+from antiphon.checkpoints.checkpoint import load_checkpoint
 from antiphon.errors import CheckpointError, RecipeError
 from antiphon.text.subwords import EXACT_END_ID
 from antiphon.text.tokenizer import Tokenizer, exact_bpe_format, open_tokenizer
@@ -28,16 +26,13 @@ from antiphon.training.trainer import Trainer
 from antiphon.transformer.random_model import random_transformer
 from tests.language_recipes import GROUP, MODEL, language_recipe, running_text, trained_language_model
 from tests.marks import training
+from tests.recipe_files import check_equal_weights, killed_at
 
 pytestmark = training
 
 torch.set_num_threads(1)  # arrays this small are slower with several threads
 
 DATA = os.environ.get("ANTIPHON_DATA")
-
-
-class Killed(Exception):
-    """Simulation of SIGKILL: training stops between two statements without any clean-up."""
 
 
 def exact_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
@@ -167,26 +162,14 @@ def test_training_learns_the_text(tmp_path: Path, vocab_size: int) -> None:
         assert losses[1]["valid_loss"] == pytest.approx(losses[1]["nats_per_character"], rel=0.05)
 
 
-def test_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     """A run killed at step 27 resumes from step 20 and ends with bit-identical weights, also with dropout."""
     whole = trained_language_model(tmp_path, "whole")
-    step = Trainer.train_step
-
-    def killed_at_27(trainer: Trainer, batch: Any) -> float:
-        if trainer.progress.step == 27:
-            raise Killed
-        return step(trainer, batch)
-
-    monkeypatch.setattr(Trainer, "train_step", killed_at_27)
-    with pytest.raises(Killed):
+    with killed_at(27):
         trained_language_model(tmp_path, "killed")
-    monkeypatch.undo()
     again = trained_language_model(tmp_path, "killed")
     assert len((tmp_path / "killed/metrics.jsonl").read_text().splitlines()) == 3
-    expected, found = (read_tensors(path / "model.safetensors") for path in (whole, again))
-    assert expected.keys() == found.keys()
-    for name in expected:
-        assert torch.equal(expected[name], found[name]), name
+    check_equal_weights(whole, again)
 
 
 def test_training_continues_from_a_checkpoint(tmp_path: Path) -> None:
@@ -232,14 +215,6 @@ def test_wrong_field_of_a_recipe_is_named(tmp_path: Path, field: str, value: obj
     (raw["data"] if field in raw["data"] else raw)[field] = value
     with pytest.raises(ValidationError, match=message):
         LanguageModelRecipe.model_validate(raw)
-
-
-def test_command_names_the_field_of_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = (Path(__file__).parents[3] / "model/antiphon/training/recipes/shakespeare-gpt.toml").read_text()
-    path = tmp_path / "wrong.toml"
-    path.write_text(text.replace("split = [0.9, 0.1]", "split = [0.9, 0.3]"))
-    assert main(["train", str(path), "--data", str(tmp_path)]) == 2
-    assert "data: split=[0.9, 0.3]" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["shakespeare-gpt", "shakespeare-gpt-large", "austen-gpt"])

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import os
 import platform
 import random
@@ -14,23 +15,28 @@ from pathlib import Path
 import pytest
 import torch
 
+from antiphon.architecture.config import preset
 from antiphon.bundle.manifest import Precision
 from antiphon.checkpoints.checkpoint import average_weights, load_checkpoint, read_tensors
 from antiphon.cli.main import main
-from antiphon.errors import CheckpointError, RecipeError
+from antiphon.errors import CheckpointError, RecipeError, TrainingDiverged
 from antiphon.export.export import export_bundle
+from antiphon.ops.attention import attention_weights
+from antiphon.training.attention_entropy import recorded_entropies
 from antiphon.training.pruning import Choice, HeadsPerModule, Share, prune
 from antiphon.training.recipe import Recipe, TrainConfig
 from antiphon.training.task import Group
 from antiphon.training.trainer import Trainer, learning_rate
 from antiphon.training.translation import TranslationTask
 from antiphon.transformer.greedy import greedy
-from tests.recipe_files import write_recipe
+from antiphon.transformer.layers import SelfAttention
+from antiphon.transformer.random_model import random_transformer
+from antiphon.transformer.transformer import Transformer
+from tests.recipe_files import check_equal_weights, killed_at, write_recipe
 
 torch.set_num_threads(1)  # arrays this small are slower with several threads
-
+GROUP = Group(rank=0, size=1, device=torch.device("cpu"))
 WORDS = {"red": "rot", "green": "grün", "blue": "blau", "house": "Haus", "tree": "Baum", "old": "alt", "new": "neu"}
-
 
 WORKER = """
 import sys
@@ -89,8 +95,7 @@ def make_recipe(folder: Path, **train: object) -> Recipe:
 
 
 def make_trainer(folder: Path, run: str, **train: object) -> Trainer:
-    group = Group(rank=0, size=1, device=torch.device("cpu"))
-    return Trainer(make_recipe(folder, **train), folder, folder / run, group)
+    return Trainer(make_recipe(folder, **train), folder, folder / run, GROUP)
 
 
 def train(folder: Path, run: str, **settings: object) -> Path:
@@ -99,35 +104,16 @@ def train(folder: Path, run: str, **settings: object) -> Path:
     return averaged
 
 
-class Killed(Exception):
-    """Simulation of SIGKILL: training stops between two statements without any clean-up."""
-
-
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_resumed_run_equals_an_uninterrupted_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: str
-) -> None:
+def test_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, optimizer: str) -> None:
     """A run killed at step 27 resumes from step 20 and ends with bit-identical weights, also with dropout."""
     whole = train(tmp_path, "whole", optimizer=optimizer)
-    step = Trainer.train_step
-
-    def killed_at_27(trainer: Trainer, batch: object) -> float:
-        if trainer.progress.step == 27:
-            raise Killed
-        return step(trainer, batch)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(Trainer, "train_step", killed_at_27)
-    with pytest.raises(Killed):
+    with killed_at(27):
         train(tmp_path, "killed", optimizer=optimizer)
-    monkeypatch.undo()
     resumed = make_trainer(tmp_path, "killed", optimizer=optimizer)
     resumed.resume()
     assert resumed.progress.step == 20
-    again = train(tmp_path, "killed", optimizer=optimizer)
-    expected, found = (read_tensors(path / "model.safetensors") for path in (whole, again))
-    assert expected.keys() == found.keys()
-    for name in expected:
-        assert torch.equal(expected[name], found[name]), name
+    check_equal_weights(whole, train(tmp_path, "killed", optimizer=optimizer))
 
 
 def test_two_processes_train_equal_weights(tmp_path: Path) -> None:
@@ -175,14 +161,14 @@ def test_training_without_a_full_batch_is_refused(tmp_path: Path) -> None:
     recipe = make_recipe(tmp_path)
     recipe = recipe.model_copy(update=dict(model={**recipe.model, "max_source_len": 1}))
     with pytest.raises(RecipeError, match="has too few texts"):
-        Trainer(recipe, tmp_path, tmp_path / "run", Group(rank=0, size=1, device=torch.device("cpu")))
+        Trainer(recipe, tmp_path, tmp_path / "run", GROUP)
 
 
 def test_training_respects_lengths_that_are_not_multiples_of_the_padding(tmp_path: Path) -> None:
     recipe = make_recipe(tmp_path, max_steps=5)
     limits = dict(max_source_len=5, max_target_len=5)
     recipe = recipe.model_copy(update=dict(model={**recipe.model, **limits}))
-    trainer = Trainer(recipe, tmp_path, tmp_path / "run", Group(rank=0, size=1, device=torch.device("cpu")))
+    trainer = Trainer(recipe, tmp_path, tmp_path / "run", GROUP)
     assert isinstance(trainer.task, TranslationTask)
     assert max(len(example.source) for example in trainer.task.examples["train"]) == 5
     assert trainer.run() is not None
@@ -260,6 +246,13 @@ def test_training_writes_no_pickle(tmp_path: Path) -> None:
         (["no-such-recipe", "--data", "."], "recipe 'no-such-recipe' not found"),
         (["tatoeba-en-de", "--data", "/nowhere"], "/nowhere/tatoeba-en-de/pairs.en-de.tsv.gz is missing"),
         (["tatoeba-en-de", "--data", ".", "--threads", "0"], "--threads is 0; it must be at least 1"),
+        (["snips", "--data", "."], "--init must name the encoder"),
+        (["snips", "--data", ".", "--random-weights"], "--random-weights needs --init"),
+        (["snips", "--data", ".", "--init", "nowhere"], "nowhere is not a checkpoint"),
+        (["snips", "--data", ".", "--max-train-examples", "0"], "--max-train-examples is 0; it must be at least 1"),
+        (["mlm-small", "--data", ".", "--freeze-encoder"], "classify or tag; the task of 'mlm-small' is 'pretrain'"),
+        (["mlm-small", "--data", ".", "--max-train-examples", "5"], "needs a recipe with task classify or tag"),
+        (["mlm-small", "--data", ".", "--teacher", "."], "a distillation section; 'mlm-small' has none"),
     ],
 )
 def test_wrong_argument_ends_with_exit_code_2(
@@ -274,13 +267,12 @@ def test_wrong_argument_ends_with_exit_code_2(
 def test_training_continues_from_a_pruned_checkpoint(tmp_path: Path, choice: Choice) -> None:
     """--init gives shape, tokenizer and weights instead of the recipe; training recovers the loss of pruning."""
     recipe = make_recipe(tmp_path, max_steps=200, peak_lr=1e-2, checkpoint_every_steps=100)
-    group = Group(rank=0, size=1, device=torch.device("cpu"))
-    averaged = Trainer(recipe, tmp_path, tmp_path / "run", group).run()
+    averaged = Trainer(recipe, tmp_path, tmp_path / "run", GROUP).run()
     assert averaged is not None
     whole = load_checkpoint(averaged)
     pruning = prune(whole, [("red house", "rot Haus"), ("old tree", "alt Baum")], choice)
     init = replace(whole, config=pruning.model.config, model=pruning.model)
-    trainer = Trainer(recipe, tmp_path, tmp_path / "again", group, init=init)
+    trainer = Trainer(recipe, tmp_path, tmp_path / "again", GROUP, init=init)
     assert trainer.model_config == pruning.model.config
     assert trainer.model.num_parameters < whole.model.num_parameters
     for name, tensor in pruning.model.state_dict().items():
@@ -294,9 +286,8 @@ def test_training_continues_from_a_pruned_checkpoint(tmp_path: Path, choice: Cho
 def test_training_from_an_encoder_only_checkpoint_is_refused(tmp_path: Path) -> None:
     init = load_checkpoint(train(tmp_path, "run", max_steps=1, checkpoint_every_steps=1))
     config = init.config.model_copy(update={"architecture": "encoder", "decoder_layers": 0})
-    group = Group(rank=0, size=1, device=torch.device("cpu"))
     with pytest.raises(CheckpointError, match=r"architecture='encoder'.* only encoder-decoder models"):
-        Trainer(make_recipe(tmp_path), tmp_path, tmp_path / "again", group, init=replace(init, config=config))
+        Trainer(make_recipe(tmp_path), tmp_path, tmp_path / "again", GROUP, init=replace(init, config=config))
 
 
 @pytest.mark.parametrize("precision", ["float32", "int8"])
@@ -326,3 +317,71 @@ def test_training_from_a_damaged_bundle_ends_with_exit_code_2(
     assert main(["train", recipe, *flags]) == 2
     assert "weights.native.float32.bin" in capsys.readouterr().err
     assert not (tmp_path / "again").exists()
+
+
+def first_attention() -> tuple[Transformer, SelfAttention]:
+    model = random_transformer(preset("tiny"))
+    attention = model.get_submodule("encoder.layers.0.self_attention")
+    assert isinstance(attention, SelfAttention)
+    return model, attention
+
+
+def test_entropy_of_attention_that_sees_equal_keys_is_the_logarithm_of_their_number() -> None:
+    model, attention = first_attention()
+    hidden = torch.randn(1, 1, 32).expand(3, 7, 32)
+    with recorded_entropies(model) as entropies:
+        attention(hidden, torch.arange(7)[None], torch.tensor([7, 7, 7]), None)
+    assert entropies.mean()["encoder_self"] == pytest.approx(math.log(7), abs=1e-5)
+
+
+def test_recording_changes_no_output_and_ends_with_its_context() -> None:
+    model = random_transformer(preset("tiny"))
+    source, target = torch.randint(4, 96, (2, 9)), torch.randint(4, 96, (2, 5))
+    lens = torch.tensor([9, 4], dtype=torch.int32)
+    before = model(source, target, lens)
+    with recorded_entropies(model) as entropies:
+        assert torch.equal(model(source, target, lens), before)
+    assert set(entropies.mean()) == {"encoder_self", "decoder_self", "decoder_cross"}
+    assert [len(values) for values in entropies.values.values()] == [2, 2, 2]
+    recorded = {kind: list(values) for kind, values in entropies.values.items()}
+    model(source, target, lens)
+    assert entropies.values == recorded
+
+
+def test_entropy_equals_that_of_the_distribution_of_torch() -> None:
+    model, attention = first_attention()
+    hidden, lens = torch.randn(2, 6, 32), torch.tensor([6, 3])
+    query, key, _ = (part.unflatten(-1, attention.heads) for part in attention.qkv(hidden).chunk(3, dim=-1))
+    weights = attention_weights(query, key, lens, None, causal=False, scale=attention.scale)
+    entropies_of_rows = torch.distributions.Categorical(probs=weights.detach()).entropy()  # type: ignore[no-untyped-call]
+    with recorded_entropies(model) as entropies:
+        attention(hidden, torch.arange(6)[None], lens, None)
+    assert entropies.mean()["encoder_self"] == pytest.approx(float(entropies_of_rows.mean()), abs=1e-5)
+
+
+def test_log_has_the_norm_of_the_gradient_before_clipping(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = make_trainer(tmp_path, "run", max_steps=4, checkpoint_every_steps=2, clip_norm=1e-3)
+    norms: list[float] = []
+    clip = torch.nn.utils.clip_grad_norm_
+
+    def clipped(parameters: list[torch.nn.Parameter], limit: float) -> torch.Tensor:
+        held = list(parameters)
+        norms.append(math.sqrt(sum(float(p.grad.double().square().sum()) for p in held if p.grad is not None)))
+        return clip(held, limit)
+
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", clipped)
+    trainer.run()
+    records = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [record["gradient_norm"] for record in records] == pytest.approx(
+        [sum(norms[:2]) / 2, sum(norms[2:]) / 2], rel=1e-4
+    )
+    assert [record["max_gradient_norm"] for record in records] == pytest.approx(
+        [max(norms[:2]), max(norms[2:])], rel=1e-4
+    )
+    assert all(record["entropy_decoder_cross"] > 0 for record in records)
+
+
+def test_run_whose_loss_is_not_finite_ends_with_the_number_of_the_step(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, "run", peak_lr=1e30, warmup_steps=1)
+    with pytest.raises(TrainingDiverged, match=r"loss is (nan|inf) in step [1-9][0-9]*; lower train.peak_lr"):
+        trainer.run()

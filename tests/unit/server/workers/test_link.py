@@ -1,17 +1,27 @@
-"""Questions and answers over a pair of sockets."""
+"""Workers: questions and answers over a pair of sockets, shares of the cores, and metrics of all as of one."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
+import os
+import random
 import socket
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 
 from antiphon.domain.errors import InvalidArgument, LastModel, Status
+from antiphon.server.machine import usable_cores
+from antiphon.server.settings import ConfigError, ServerConfig
+from antiphon.server.workers import division
+from antiphon.server.workers.division import BYTES_PER_CORE, divide, neighbours_first, suggested_workers
 from antiphon.server.workers.link import Handler, Link, LinkLost, WorkerError
+from antiphon.server.workers.merged_metrics import MergedCollector, Totals, exposition_of
 
 
 @contextlib.asynccontextmanager
@@ -99,3 +109,151 @@ async def test_answer_to_a_question_that_was_given_up_is_ignored() -> None:
             await asyncio.wait_for(link.call("late"), 0.01)
         go.set()
         assert await link.call("next") == "next"
+
+
+@pytest.fixture
+def seven_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(division, "usable_cores", lambda: 7)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {1, 2, 3, 5, 6, 7, 9})
+
+
+@pytest.mark.usefixtures("seven_cores")
+def test_every_core_belongs_to_one_worker() -> None:
+    shares = divide(ServerConfig(workers=3))
+    assert sorted(core for share in shares for core in share.cores) == [1, 2, 3, 5, 6, 7, 9]
+    assert sorted(share.threads for share in shares) == [2, 2, 3]
+    assert [len(share.cores) for share in shares] == [share.threads for share in shares]
+
+
+@pytest.mark.usefixtures("seven_cores")
+def test_threads_are_those_of_the_setting() -> None:
+    assert [share.threads for share in divide(ServerConfig(workers=2, threads=5))] == [5, 5]
+
+
+def test_workers_of_a_container_with_a_quota_are_not_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(division, "usable_cores", lambda: 4)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
+    assert [(share.cores, share.threads) for share in divide(ServerConfig(workers=2))] == [((), 2), ((), 2)]
+
+
+def test_more_workers_than_cores_are_refused() -> None:
+    with pytest.raises(ConfigError, match="workers is 200; it must be at most"):
+        divide(ServerConfig(workers=200))
+
+
+def test_small_models_have_more_workers_than_large_ones() -> None:
+    numbers = [suggested_workers(size * BYTES_PER_CORE, 16) for size in (0, 1, 2, 4, 8, 16, 100)]
+    assert numbers == [16, 16, 8, 4, 2, 1, 1]
+    assert 1 <= len(divide(ServerConfig(workers="auto"))) <= usable_cores()
+
+
+def test_hardware_threads_of_a_core_are_neighbours(tmp_path: Path) -> None:
+    for cpu, (package, core) in enumerate([(0, 0), (1, 0), (0, 1), (1, 1), (0, 0), (1, 0), (0, 1), (1, 1)]):
+        folder = tmp_path / f"cpu{cpu}" / "topology"
+        folder.mkdir(parents=True)
+        (folder / "physical_package_id").write_text(f"{package}\n")
+        (folder / "core_id").write_text(f"{core}\n")
+    assert neighbours_first(range(8), tmp_path) == [0, 4, 2, 6, 1, 5, 3, 7]
+    assert neighbours_first([3, 1], tmp_path / "absent") == [1, 3]
+
+
+class Process:
+    """Registry with a family of each kind."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.answers = Counter("answers", "Answers.", ["model_name"], registry=self.registry)
+        self.sizes = Histogram("sizes", "Sizes.", ["model_name"], buckets=[1, 2, 5], registry=self.registry)
+        self.running = Gauge("antiphon_num_requests_running", "Running.", registry=self.registry)
+        self.usage = Gauge("antiphon_kv_cache_usage_ratio", "Usage.", registry=self.registry)
+        self.lag = Gauge("antiphon_event_loop_lag_seconds", "Lag.", registry=self.registry)
+        self.memory = Gauge("antiphon_model_memory_bytes", "Memory.", registry=self.registry)
+        self.expiry = Gauge("antiphon_tls_certificate_expiry_timestamp_seconds", "Expiry.", registry=self.registry)
+        Info("build", "Versions.", registry=self.registry).info({"version": "1"})
+
+    def work(self, rng: random.Random, *others: Process) -> None:
+        """Count the same in this process and in others."""
+        for _ in range(50):
+            model, size = rng.choice("ab"), rng.random() * 8
+            for one in (self, *others):
+                one.answers.labels(model).inc()
+                one.sizes.labels(model).observe(size, {"trace_id": f"{size:.3f}"})
+
+
+def samples(collector: MergedCollector | CollectorRegistry) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in collector.collect()
+        for sample in family.samples
+        if not sample.name.endswith("_created")
+    }
+
+
+def merged(totals: Totals, **processes: Process) -> MergedCollector:
+    texts = {name: exposition_of(process.registry) for name, process in processes.items()}
+    return MergedCollector(lambda: totals.merged(texts))
+
+
+def test_counters_and_histograms_equal_those_of_one_process_that_did_everything() -> None:
+    rng, whole, one, two = random.Random(0), Process(), Process(), Process()
+    one.work(rng, whole)
+    two.work(rng, whole)
+    found, expected = samples(merged(Totals(), one=one, two=two)), samples(whole.registry)
+    for key, value in expected.items():
+        if key[0].startswith(("answers", "sizes", "build")):
+            assert found[key] == pytest.approx(value)
+
+
+def test_counters_of_a_process_that_has_ended_are_kept() -> None:
+    rng, whole, totals = random.Random(1), Process(), Totals()
+    for _ in range(3):
+        ended = Process()
+        ended.work(rng, whole)
+        ended.running.set(5)
+        totals.add(exposition_of(ended.registry))
+    live = Process()
+    live.work(rng, whole)
+    found, expected = samples(merged(totals, live=live)), samples(whole.registry)
+    counted = {key: value for key, value in expected.items() if key[0].startswith(("answers", "sizes"))}
+    assert {key: pytest.approx(found[key]) for key in counted} == counted
+    assert found["antiphon_num_requests_running", ()] == 0
+    totals.forget("a")
+    del counted["answers_total", (("model_name", "a"),)]
+    after = samples(merged(totals, live=live))
+    assert after["answers_total", (("model_name", "b"),)] == counted["answers_total", (("model_name", "b"),)]
+    assert after["answers_total", (("model_name", "a"),)] < expected["answers_total", (("model_name", "a"),)]
+
+
+def test_gauges_are_summed_or_the_same_or_of_each_worker() -> None:
+    one, two = Process(), Process()
+    for process, (running, usage, expiry) in ((one, (3, 0.5, 100)), (two, (4, 0.25, 90))):
+        process.running.set(running)
+        process.usage.set(usage)
+        process.lag.set(usage)
+        process.expiry.set(expiry)
+        process.memory.set(1000)
+    found = samples(merged(Totals(), one=one, two=two))
+    assert found["antiphon_num_requests_running", ()] == 7
+    assert found["antiphon_kv_cache_usage_ratio", ()] == 0.5
+    assert found["antiphon_event_loop_lag_seconds", (("worker", "one"),)] == 0.5
+    assert found["antiphon_event_loop_lag_seconds", (("worker", "two"),)] == 0.25
+    assert found["antiphon_model_memory_bytes", ()] == 1000
+    assert found["antiphon_tls_certificate_expiry_timestamp_seconds", ()] == 90
+
+
+@pytest.mark.parametrize("values", [(math.nan, 2.0), (2.0, math.nan), (1.0, 2.0), (2.0, 1.0)])
+def test_value_that_one_worker_does_not_know_is_that_of_the_other(values: tuple[float, float]) -> None:
+    one, two = Process(), Process()
+    one.memory.set(values[0])
+    two.memory.set(values[1])
+    assert samples(merged(Totals(), one=one, two=two))["antiphon_model_memory_bytes", ()] == 2.0
+
+
+def test_exemplars_remain_and_the_result_can_be_scraped_in_both_formats() -> None:
+    one = Process()
+    one.work(random.Random(2))
+    registry = CollectorRegistry()
+    registry.register(merged(Totals(), one=one))
+    assert "trace_id" in exposition_of(registry)
+    again = MergedCollector(lambda: Totals().merged({"x": exposition_of(registry)}))
+    assert samples(again)["answers_total", (("model_name", "a"),)] == one.answers.labels("a")._value.get()
