@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -43,17 +42,6 @@ from tests.parity.transformers_reference import LogitsOf, Reference, generate
 
 Answers = dict[str, tuple[TokenEvent, ...]]
 """The terminal event of each output, by request."""
-
-
-@contextlib.contextmanager
-def one_torch_thread() -> Iterator[None]:
-    """Use one thread: products this small are slower in several threads."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(num_threads)
 
 
 def lively(config: ModelConfig, seed: int) -> Transformer:

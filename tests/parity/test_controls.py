@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +22,7 @@ from antiphon.domain.request import Request, TokenEvent
 from antiphon.domain.sampling_params import SamplingParams
 from antiphon.export.bundle_model import NativeStepper
 from antiphon.runtime.native import NativeRunner
+from antiphon.server.settings import SHIPPED_BUNDLE
 from antiphon.text.tokenizer import Tokenizer
 from tests.fakes import request_of
 from tests.parity.answers_together import (
@@ -32,12 +32,10 @@ from tests.parity.answers_together import (
     export_model,
     lively,
     native_logits,
-    one_torch_thread,
     shaken,
 )
 from tests.parity.transformers_reference import LogitsOf
 
-SHIPPED = Path(__file__).parents[2] / "model" / "antiphon" / "bundles" / "en-de"
 SENTENCES = (
     "How are you?", "He has three dogs.", "Can you help me with this, please?", "Stop!",
     "My sister wants to learn German because she likes the language.",
@@ -70,12 +68,6 @@ class Served:
     sources: dict[tuple[int, ...], LogitsOf]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def threads() -> Iterator[None]:
-    with one_torch_thread():
-        yield
-
-
 @pytest.fixture(scope="module", params=list(FAMILIES))
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
     config, seed = FAMILIES[request.param]
@@ -87,7 +79,7 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module")
 def shipped() -> Served:
-    bundle = load_bundle(SHIPPED)
+    bundle = load_bundle(SHIPPED_BUNDLE)
     config, tokenizer = bundle.manifest.model, Tokenizer.load(bundle.file("tokenizer.json"))
     stepper = NativeStepper(bundle.path, bundle.graph_set("int8", "native"), config, threads=1)
     sources = [(*tokenizer.encode(sentence), tokenizer.eos_id) for sentence in SENTENCES]

@@ -32,7 +32,6 @@ from antiphon.ops.operator import Node
 from antiphon.transformer.random_model import random_transformer
 from tests.marks import combinations, mostly
 from tests.parity import test_decoder_only, test_encoders
-from tests.parity.answers_together import one_torch_thread
 from tests.parity.exports import small_config
 from tests.parity.test_native_graph import ALL_VARIANTS
 
@@ -60,12 +59,6 @@ HEAD_WIDTHS: dict[object, int] = {40: 48, 24: 32}  # of transforms, for the same
 DECLARED = {node.name: node for node in NODES}
 FIXED = {"int32": ir.DataType.INT32, "int64": ir.DataType.INT64, "float32": ir.DataType.FLOAT}
 ELEMENTS = dict(bfloat16=ir.DataType.BFLOAT16, float16=ir.DataType.FLOAT16, float32=ir.DataType.FLOAT)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def threads() -> Iterator[None]:
-    with one_torch_thread():
-        yield
 
 
 def config_of(name: str) -> ModelConfig:

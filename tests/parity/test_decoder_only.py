@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from antiphon.v1 import inference_pb2 as pb
 from tests.bundle_serving import serving_bundle
 from tests.fakes import changed, request_of, scored
 from tests.marks import combinations, mostly
-from tests.parity.answers_together import answer, one_torch_thread
+from tests.parity.answers_together import answer
 from tests.parity.crowd import Crowd
 from tests.parity.decoder_checkpoints import write_decoder
 from tests.parity.exports import shared_export
@@ -66,12 +66,6 @@ class Imported:
     bundle: Bundle
     runner: NativeRunner
     prompts: Sequence[tuple[int, ...]]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def threads() -> Iterator[None]:
-    with one_torch_thread():
-        yield
 
 
 def imported_from(folder: Path, name: str, rewrite: Callable[[Path], None] | None = None) -> Imported:

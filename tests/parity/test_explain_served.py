@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,6 @@ from antiphon.v1 import inference_pb2 as pb
 from tests.bundle_serving import serving_bundle
 from tests.marks import combinations, mostly
 from tests.parity import decoder_checkpoints, encoder_checkpoints, seq2seq_checkpoints
-from tests.parity.answers_together import one_torch_thread
 from tests.parity.exports import small_config, write_checkpoint
 
 # float32 is summed in another order; a map of a wrong head, layer or position differs by far more.
@@ -63,12 +62,6 @@ class Imported:
     theirs: Any
     folder: Path
     bundle: Bundle
-
-
-@pytest.fixture(scope="module", autouse=True)
-def threads() -> Iterator[None]:
-    with one_torch_thread():
-        yield
 
 
 def imported(folder: Path, auto: Any) -> Imported:

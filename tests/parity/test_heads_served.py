@@ -6,7 +6,6 @@ import asyncio
 import dataclasses
 import json
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ from antiphon.runtime.native import EncoderRunner
 from antiphon.v1 import inference_pb2 as pb
 from tests.bundle_serving import serving_bundle
 from tests.integration.process import antiphon
-from tests.parity.answers_together import one_torch_thread
 from tests.parity.encoder_checkpoints import write_checkpoint
 
 SIZES: dict[str, Any] = dict(
@@ -58,12 +56,6 @@ class Imported:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return make(task, model=self.model, tokenizer=self.tokenizer, device="cpu", **settings)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def threads() -> Iterator[None]:
-    with one_torch_thread():
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -24,8 +24,6 @@ from tests.parity.adapters import open_adapted, outputs_of_ours, outputs_of_thei
 from tests.parity.decoder_checkpoints import DECODERS, write_decoder
 from tests.parity.encoder_checkpoints import write_checkpoint
 
-torch.set_num_threads(1)  # arrays this small are slower with several threads
-
 BERT: dict[str, Any] = dict(
     vocab_size=83, hidden_size=36, num_hidden_layers=2, num_attention_heads=3, intermediate_size=50,
     max_position_embeddings=40,

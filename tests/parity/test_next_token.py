@@ -6,9 +6,8 @@ The reference applies transformers' own processors and warpers, one more for eac
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -22,14 +21,13 @@ from antiphon.client import AsyncClient, Generation, NextToken, Options
 from antiphon.importer.importer import ImportOptions, import_checkpoint
 from antiphon.ops.logits_warpers import invert
 from antiphon.ops.sampling import uniform_at
+from antiphon.server.settings import SHIPPED_BUNDLE
 from antiphon.v1 import inference_pb2 as pb
 from tests.bundle_serving import serving_bundle
 from tests.marks import combinations, mostly
-from tests.parity.answers_together import one_torch_thread
 from tests.parity.decoder_checkpoints import write_decoder
 from tests.parity.seq2seq_checkpoints import save
 
-SHIPPED = Path(__file__).parents[2] / "model" / "antiphon" / "bundles" / "en-de"
 STAGES = ("model", "logits_processors", "temperature", "top_k", "top_p", "min_p", "typical_p")
 PREFIX, GENERATED = (7, 10, 7), (12, 30, 12, 9)
 SOURCE = (8, 30, 5, 61, 12, 7, 40)
@@ -49,12 +47,6 @@ CASES: dict[str, dict[str, Any]] = {
         **PENALTIES,
     ),
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module", autouse=True)
-def threads() -> Iterator[None]:
-    with one_torch_thread():
-        yield
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,13 +164,13 @@ class Model:
 
 @pytest.fixture(params=mostly(combinations, ["shipped_int8", "float32", "int8", "decoder_only"], but=["shipped_int8"]))
 async def model(request: pytest.FixtureRequest) -> AsyncIterator[Model]:
-    path, settings = SHIPPED, {}
+    path, settings = SHIPPED_BUNDLE, {}
     if request.param == "decoder_only":
         path = request.getfixturevalue("llama").path
     elif request.param != "shipped_int8":
         path, settings = request.getfixturevalue("bundle").path, {"precision": request.param}
     sources: Sequence[Any] = (
-        ("How are you?", "We were tired after the long journey.") if path == SHIPPED else (SOURCE, (9,))
+        ("How are you?", "We were tired after the long journey.") if path == SHIPPED_BUNDLE else (SOURCE, (9,))
     )
     async with serving_bundle(path, **settings) as served:
         yield Model(client=served.client, sources=sources)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import grpc.aio
@@ -14,17 +13,10 @@ from antiphon.oip import inference_pb2 as oip
 from antiphon.oip.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests.bundle_serving import ServedBundle
 from tests.oip import infer_request, tensors, text_request
-from tests.parity.answers_together import one_torch_thread
 from tests.parity.test_heads_served import KINDS, TEXTS, Imported, imported, serving
 from tests.serving import details_of
 
 MASKED = ("the [MASK] sat on the mat", "a [MASK] dog ran on [MASK]")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def threads() -> Iterator[None]:
-    with one_torch_thread():
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from antiphon.domain.sampling_params import SamplingParams
 from antiphon.runtime.native import NativeRunner
 from antiphon.transformer.transformer import Transformer
 from tests.fakes import request_of, scored
-from tests.parity.answers_together import answer, eager_logits, export_model, lively, one_torch_thread
+from tests.parity.answers_together import answer, eager_logits, export_model, lively
 from tests.parity.search_steps import Path, Replay, check_steps, replay
 from tests.parity.test_controls import MARIAN
 
@@ -37,12 +37,6 @@ class Tiny:
 
     model: Transformer
     runner: NativeRunner
-
-
-@pytest.fixture(scope="module", autouse=True)
-def threads() -> Iterator[None]:
-    with one_torch_thread():
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from antiphon.ops.sampling import FLOAT_PARAMS
 from antiphon.runtime.native import NativeRunner
 from antiphon.transformer.random_model import random_transformer
 from tests.fakes import request_of
-from tests.parity.answers_together import answer, eager_logits, export_model, one_torch_thread, processor_options
+from tests.parity.answers_together import answer, eager_logits, export_model, processor_options
 from tests.parity.transformers_reference import LogitsOf, Reference, next_scores
 
 CONFIG = ModelConfig(
@@ -55,12 +55,6 @@ class Served:
 
     runner: NativeRunner
     logits_of: LogitsOf
-
-
-@pytest.fixture(scope="module", autouse=True)
-def threads() -> Iterator[None]:
-    with one_torch_thread():
-        yield
 
 
 @pytest.fixture(scope="module")

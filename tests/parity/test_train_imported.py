@@ -21,8 +21,6 @@ from tests.parity.decoder_checkpoints import write_decoder
 from tests.parity.encoder_checkpoints import write_checkpoint
 from tests.recipe_files import write_recipe as write_toml
 
-torch.set_num_threads(1)  # arrays this small are slower with several threads
-
 TEXTS = ["the cat sat on the mat", "a big dog ran", "small red cats", "the dog", "blue mat a cat sat", "dogs ran on"]
 CONFIG = dict(
     vocab_size=24, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48,

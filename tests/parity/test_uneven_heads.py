@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,18 +25,12 @@ from antiphon.transformer.greedy import greedy
 from antiphon.transformer.transformer import Transformer
 from tests.bundle_serving import serving_bundle
 from tests.fakes import request_of
-from tests.parity.answers_together import answer, export_model, lively, one_torch_thread
+from tests.parity.answers_together import answer, export_model, lively
 from tests.parity.exports import small_config, write_checkpoint
 from tests.parity.test_runner import random_batch, run_native
 
 # The decoder's modules have 1 to 3 heads, so the pool has 3, fewer than the encoder's 4.
 UNEVEN = dict(encoder_self=[4, 1], decoder_self=[1, 3], decoder_cross=[3, 2])
-
-
-@pytest.fixture(scope="module", autouse=True)
-def threads() -> Iterator[None]:
-    with one_torch_thread():
-        yield
 
 
 @pytest.fixture(scope="module")
