@@ -44,7 +44,7 @@ NODES: dict[str, tuple[Operator, str]] = {
 SUBLAYERS = [operator.node_name for operator in OPERATORS if operator.name.endswith("_sublayer")]
 # Attributes say little about sizes, so few of them serve many calls with one session.
 _OUTPUTS = [1, 16, 40, 257]
-_HEADS = [(1, 8), (2, 16), (3, 24), (1, 70)]
+_HEADS = [(1, 8), (2, 10), (2, 16), (3, 24), (4, 32), (2, 64), (1, 70), (1, 128)]
 _FLOAT_PARAMS = {
     "temperature": [0, 0, 1e-45, 0.3, 1, 3e38, np.inf],
     "top_p": [0, 1e-30, 0.5, 0.95, 1, 7, np.inf],
@@ -151,7 +151,7 @@ class Sizes:
 def small_call(name: str) -> Call:
     """Return a call of a node with few tokens and every optional input; paged rows have 20 and 5 tokens."""
     operator, precision = NODES[name]
-    return call(operator, precision, small_sizes(operator), np.random.default_rng(0))
+    return packed(operator, call(operator, small_sizes(operator), np.random.default_rng(0)), precision)
 
 
 def small_sizes(operator: Operator) -> Sizes:
@@ -162,6 +162,10 @@ def small_sizes(operator: Operator) -> Sizes:
 def random_call(name: str, rng: Rng) -> Call:
     """Return a call of a node with sizes around the tile sizes of the kernels, or empty."""
     operator, precision = NODES[name]
+    return packed(operator, call(operator, random_sizes(operator, rng), rng), precision)
+
+
+def random_sizes(operator: Operator, rng: Rng) -> Sizes:
     heads, head_width = pick(rng, _HEADS)
     new = [int(rng.integers(0, 21)) for _ in range(int(rng.integers(0, 6)))]
     lens = [any_size(rng, 200) for _ in new]
@@ -171,7 +175,7 @@ def random_call(name: str, rng: Rng) -> Call:
     width = any_size(rng) if operator.name in ("linear", "add_norm", "sample") else pick(rng, [16, 40, 70])
     tokens = any_size(rng, 200)
     num_samples = pick(rng, [tokens, any_size(rng, 40) * bool(tokens)])
-    sizes = Sizes(
+    return Sizes(
         tokens=tokens,
         width=width,
         outputs=pick(rng, [*_OUTPUTS, 700] if operator.name == "sample" else _OUTPUTS),
@@ -188,7 +192,6 @@ def random_call(name: str, rng: Rng) -> Call:
         gated=pick(rng, [False, True]),
         cache=pick(rng, ["float32", "float16"]),
     )
-    return call(operator, precision, sizes, rng)
 
 
 def any_size(rng: Rng, most: int = 130) -> int:
@@ -203,20 +206,29 @@ def any_size(rng: Rng, most: int = 130) -> int:
     return int(rng.integers(most // 2, most + 1))
 
 
-def call(operator: Operator, precision: str | None, sizes: Sizes, rng: Rng) -> Call:
-    """Return a call of an operator's node. precision: None: as PyTorch calls it, with weights [O, K]."""
-    inputs, weights = Inputs(operator.node(), sizes, rng), {weight.name: weight for weight in operator.weights}
-    attributes = {attribute.name: inputs.attribute(attribute.name) for attribute in operator.attributes}
+def call(operator: Operator, sizes: Sizes, rng: Rng) -> Call:
+    """Return a call of an operator as PyTorch makes it, with weights [O, K]; these keep products near 1."""
+    inputs, weights = Inputs(operator.node(), sizes, rng), [weight.name for weight in operator.weights]
+    arrays = {port.name: inputs.array(port) for port in operator.inputs}
+    for name in weights:
+        weight = arrays[name]
+        assert weight is not None
+        arrays[name] = weight * np.float32(max(1, weight.shape[1]) ** -0.5)
+    return arrays, {attribute.name: inputs.attribute(attribute.name) for attribute in operator.attributes}
+
+
+def packed(operator: Operator, unpacked: Call, precision: str) -> Call:
+    """Return the call of the operator's node at a precision."""
+    weights, attributes = {weight.name: weight for weight in operator.weights}, dict(unpacked[1])
     arrays: Arrays = {}
-    for port in operator.inputs:
-        array, weight = inputs.array(port), weights.get(port.name)
-        if weight is None or precision is None:
-            arrays[port.name] = array
+    for name, array in unpacked[0].items():
+        if name not in weights:
+            arrays[name] = array
             continue
         assert array is not None
-        packed = packed_weight(array, precision, port.name.removesuffix("weight"))
-        arrays |= {part.name: packed[part.name] for part in weight.inputs(precision)}
-        attributes |= zip(weight.sizes, array.shape, strict=False)
+        parts = packed_weight(array, precision, name.removesuffix("weight"))
+        arrays |= {part.name: parts[part.name] for part in weights[name].inputs(precision)}
+        attributes |= zip(weights[name].sizes, array.shape, strict=False)
     return arrays, attributes
 
 
@@ -234,7 +246,7 @@ class Inputs:
         names = {port.name for port in node.inputs}
         self.counts = sizes.new if self.has_rows else sizes.lens
         self.num_tokens = sum(self.counts) if "offsets" in names else sizes.tokens
-        self.is_sampling = "edit_offsets" in names
+        self.is_sampling, self.reads_sources = "edit_offsets" in names, "source_lens" in names
         self.tables_of_rows, self.num_blocks = block_tables(sizes.lens, rng, spare=sizes.spare, unused=sizes.unused)
         inner = sizes.outputs + sizes.outputs % 2
         self.axes = {
@@ -298,9 +310,26 @@ class Inputs:
         return np.abs(self.floats(self.sizes.heads))
 
     def cache(self) -> Array:
-        width, heads = padded_width(self.sizes.head_width), self.sizes.heads + self.sizes.spare
-        shape = (self.num_blocks, NUM_LAYERS, 2, heads, BLOCK_SIZE * width)
-        return self.floats(*shape).astype(self.sizes.cache)
+        """Return a pool with the keys and values of earlier tokens; NaN elsewhere, which no operator may read."""
+        sizes, width = self.sizes, padded_width(self.sizes.head_width)
+        shape = (self.num_blocks, NUM_LAYERS, 2, sizes.heads + sizes.spare, BLOCK_SIZE * width)
+        cache = np.full(shape, np.nan, sizes.cache)
+        for table, held in zip(self.tables_of_rows, self.held_lens(), strict=True):
+            for block, first in zip(table, range(0, held, BLOCK_SIZE), strict=False):
+                end = min(BLOCK_SIZE, held - first)
+                keys = cache[block, :, 0].reshape(NUM_LAYERS, -1, width, BLOCK_SIZE)
+                values = cache[block, :, 1].reshape(NUM_LAYERS, -1, BLOCK_SIZE, width)
+                drawn = self.floats(2, NUM_LAYERS, sizes.heads, end, sizes.head_width)
+                keys[:, : sizes.heads, : sizes.head_width, :end] = drawn[0].swapaxes(2, 3)
+                values[:, : sizes.heads, :end, : sizes.head_width] = drawn[1]
+        return cache
+
+    def held_lens(self) -> list[int]:
+        """Return the number of tokens of each row that are in the cache before the call."""
+        if not self.has_rows:
+            return [0] * len(self.sizes.lens)
+        new = [0] * len(self.sizes.new) if self.reads_sources else self.sizes.new
+        return [length - count for length, count in zip(self.sizes.lens, new, strict=True)]
 
     def block_tables(self) -> Ints:
         return self.tables_of_rows

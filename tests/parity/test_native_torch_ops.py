@@ -17,7 +17,7 @@ from tests.operators import call, ints, normal, small_sizes
 
 @pytest.mark.parametrize("operator", [each for each in OPERATORS if each is not SAMPLE], ids=lambda each: each.name)
 def test_operator_passes_pytorch_checks(operator: Operator) -> None:
-    arrays, attributes = call(operator, None, small_sizes(operator), np.random.default_rng(0))
+    arrays, attributes = call(operator, small_sizes(operator), np.random.default_rng(0))
     operands = tuple(torch.from_numpy(array) if array is not None else None for array in arrays.values())
     torch.library.opcheck(torch_operator(operator), operands, attributes, test_utils=("test_schema", "test_faketensor"))
 
