@@ -1,4 +1,4 @@
-"""Imported BERT-like models: states and outputs of heads, in PyTorch and in graphs, compared with transformers."""
+"""Imported encoder-only models: states and outputs of heads, in PyTorch and in graphs, compared with transformers."""
 
 from __future__ import annotations
 
@@ -34,6 +34,16 @@ DISTILBERT = dict(
     vocab_size=83, dim=36, n_layers=2, n_heads=4, hidden_dim=50, max_position_embeddings=40, activation="gelu"
 )
 ALBERT = dict(BERT, embedding_size=20, num_hidden_layers=3, hidden_act="relu")
+DEBERTA: dict[str, Any] = dict(
+    vocab_size=83, hidden_size=36, num_hidden_layers=2, num_attention_heads=3, intermediate_size=50,
+    max_position_embeddings=40, hidden_act="gelu", layer_norm_eps=1e-7, relative_attention=True,
+)  # fmt: skip
+BOTH = ["c2p", "p2c"]
+# The settings of deberta-v3-base with smaller sizes: buckets end at the last position.
+V3 = dict(
+    DEBERTA, position_buckets=12, share_att_key=True, norm_rel_ebd="layer_norm", pos_att_type="p2c|c2p",
+    position_biased_input=False,
+)  # fmt: skip
 LABELS = {0: "cat", 1: "dog", 2: "bird"}
 
 
@@ -117,9 +127,42 @@ CASES: dict[str, Case] = {
     ),
     "albert_tag": Case(family="Albert", kind="ForTokenClassification", settings=ALBERT, outputs={"tag": "logits"}),
     "albert_base": Case(family="Albert", kind="Model", settings=ALBERT, outputs={"pool": "pooler_output"}),
+    # Distances beyond the table of v1: sources are longer than max_relative_positions.
+    "deberta_v1_masked": Case(
+        family="Deberta", kind="ForMaskedLM", outputs={"fill_mask": "logits"},
+        settings={**DEBERTA, "pos_att_type": BOTH, "max_relative_positions": 9, "position_biased_input": False},
+    ),
+    "deberta_v1_c2p_classify": Case(
+        family="Deberta", kind="ForSequenceClassification", outputs={"classify": "logits"},
+        settings={**DEBERTA, "pos_att_type": ["c2p"], "type_vocab_size": 2, "id2label": LABELS},
+    ),
+    "deberta_v1_p2c_tag": Case(
+        family="Deberta", kind="ForTokenClassification", outputs={"tag": "logits"},
+        settings={**DEBERTA, "pos_att_type": ["p2c"], "type_vocab_size": 1, "position_biased_input": False},
+    ),
+    "deberta_v3_masked": Case(family="DebertaV2", kind="ForMaskedLM", settings=V3, outputs={"fill_mask": "logits"}),
+    "deberta_v3_legacy_off": Case(
+        family="DebertaV2", kind="ForMaskedLM", settings={**V3, "legacy": False}, outputs={"fill_mask": "logits"}
+    ),
+    "deberta_v2_classify": Case(
+        family="DebertaV2", kind="ForSequenceClassification", outputs={"classify": "logits"},
+        settings={**V3, "share_att_key": False, "pooler_hidden_act": "tanh", "max_relative_positions": 17},
+    ),
+    "deberta_v2_tag_exact_distances": Case(
+        family="DebertaV2", kind="ForTokenClassification", outputs={"tag": "logits"},
+        settings={**DEBERTA, "pos_att_type": BOTH, "max_relative_positions": 11, "type_vocab_size": 2},
+    ),
+    "deberta_v2_base_c2p": Case(
+        family="DebertaV2", kind="Model", outputs={},
+        settings={**V3, "share_att_key": False, "pos_att_type": "c2p", "norm_rel_ebd": "none"},
+    ),
+    "deberta_v2_base_p2c": Case(family="DebertaV2", kind="Model", outputs={}, settings={**V3, "pos_att_type": "p2c"}),
 }  # fmt: skip
-# One checkpoint of each family is exported too: the one with the most heads.
-EXPORTED = ("bert_pretraining", "roberta_masked", "distilbert_classify", "albert_pretraining")
+# One checkpoint of each family is exported too: the one with the most heads. DeBERTa v1 and v2 differ in their tables.
+EXPORTED = (
+    "bert_pretraining", "roberta_masked", "distilbert_classify", "albert_pretraining", "deberta_v1_masked",
+    "deberta_v2_classify",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -194,7 +237,8 @@ def test_imported_graphs_equal_the_model_of_transformers(name: str, tmp_path: Pa
     expected = run_theirs(original, case, config, batch)
     for precision, allowed in (("float32", 5e-5), ("int8", 0.2)):
         encoder = NativeEncoder(bundle.path, bundle.graph_set(precision), config)  # type: ignore[arg-type]
-        states = encoder.encode(batch.rows(batch.ids), batch.rows(batch.types))
+        sources, types = batch.rows(batch.ids), batch.rows(batch.types)
+        states = encoder.encode(sources, types)
         found = {"states": np.concatenate(states)}
         for task in case.outputs:
             read = np.stack([row[0] for row in states]) if task in FIRST_TOKEN_TASKS else found["states"]
@@ -202,6 +246,8 @@ def test_imported_graphs_equal_the_model_of_transformers(name: str, tmp_path: Pa
         for part, values in expected.items():
             error = np.abs(found[part] - values.numpy()).max() / max(1.0, float(values.abs().max()))
             assert error < allowed, (precision, part, error)
+        for source, kinds, together in zip(sources, types, states, strict=True):
+            np.testing.assert_array_equal(encoder.encode([source], [kinds])[0], together)
     assert bundle.manifest.text.template == (2, "$text", 3)
     assert bundle.manifest.text.mask_id == SPECIAL.index("[MASK]")
     assert bundle.manifest.text.pair_start == (3 if config.token_types else None)
@@ -259,6 +305,11 @@ def test_tied_output_is_stored_once_when_the_file_has_it_under_both_names(tmp_pa
         ("bert_classify", dict(id2label={"zero": "a"}), "id2label is {'zero': 'a'}"),
         ("bert_tag", dict(architectures=["BertModel"]), "unexpected: classifier.bias, classifier.weight"),
         ("albert_base", dict(num_hidden_groups=2), "num_hidden_groups is 2"),
+        ("deberta_v1_masked", dict(relative_attention=False), "relative_attention is False"),
+        ("deberta_v1_masked", dict(pos_att_type=["p2p"]), "pos_att_type is ['p2p']"),
+        ("deberta_v1_masked", dict(talking_head=True), "talking_head is True"),
+        ("deberta_v1_masked", dict(embedding_size=20), "embedding_size is 20"),
+        ("deberta_v3_masked", dict(conv_kernel_size=3), "conv_kernel_size is 3"),
     ],
 )
 def test_unsupported_settings_are_refused_by_name(
