@@ -75,8 +75,15 @@ def steady() -> Callable[[Footprint], bool]:
 async def check_nothing_is_left(
     server: ServerProcess, before: Footprint, names: tuple[str, ...] = ("descriptors",)
 ) -> Footprint:
-    """Wait in another thread until the resources are as before; the event loop closes connections of this side."""
+    """Wait until a server is idle, and its resources are as before."""
     await asyncio.to_thread(server.wait_for_metrics, is_idle)
+    return await check_as_before(server, before, names)
+
+
+async def check_as_before(
+    server: ServerProcess, before: Footprint, names: tuple[str, ...] = ("descriptors",)
+) -> Footprint:
+    """Wait in another thread until the resources are as before; the event loop closes connections of this side."""
 
     def is_as_before(held: Footprint) -> bool:
         return all(getattr(held, name) <= getattr(before, name) for name in names)

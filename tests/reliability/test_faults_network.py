@@ -11,7 +11,7 @@ import pytest
 from antiphon.server.settings import SHIPPED_BUNDLE
 from tests.integration.process import PATIENCE_S, ServerProcess, environment
 from tests.marks import hardship
-from tests.reliability.footprint import check_nothing_is_left, settled, steady
+from tests.reliability.footprint import check_as_before, settled, steady
 from tests.reliability.lossy_link import LossyLink, why_not
 from tests.reliability.sizes import report, size
 
@@ -61,5 +61,5 @@ async def test_calls_are_ended_when_the_network_is_lost(link: LossyLink) -> None
             assert process.stdout is not None
             assert await asyncio.to_thread(process.stdout.readline) == "first\n"
             link.loss = 1.0  # neither end learns that the connection has ended
-            await check_nothing_is_left(server, before)
+            await check_as_before(server, before)
             process.kill()
