@@ -28,6 +28,13 @@ def type_text(page: Page, text: str) -> None:
     page.get_by_label("Text", exact=True).fill(text)
 
 
+def typed(open_page: Open, url: str) -> Page:
+    """Open a page and type TEXT."""
+    page = open_page(url).page
+    type_text(page, TEXT)
+    return page
+
+
 def shown_tokens(page: Page) -> Locator:
     return page.locator(".tokens .token")
 
@@ -45,8 +52,7 @@ def choose_model(page: Page, name: str) -> None:
 def test_translate_shows_the_answer_and_the_probability_of_each_token(
     play: PlayProcess, client: Client, open_page: Open
 ) -> None:
-    page = open_page(play.url).page
-    type_text(page, TEXT)
+    page = typed(open_page, play.url)
     expected = client.generate_text(TEXT, Options(num_logprobs=8))
     wait_for_text(page, expected.text)
     shown = [float(one.get_attribute("data-logprob") or "nan") for one in shown_tokens(page).all()]
@@ -70,8 +76,7 @@ def test_sources_of_the_shipped_model_are_listed_when_they_are_asked_for(play: P
 
 @pages
 def test_translate_shows_the_alternatives_of_a_chosen_token(play: PlayProcess, client: Client, open_page: Open) -> None:
-    page = open_page(play.url).page
-    type_text(page, TEXT)
+    page = typed(open_page, play.url)
     expected = client.generate_text(TEXT, Options(num_logprobs=8))
     wait_for_text(page, expected.text)
     shown_tokens(page).nth(1).click()
@@ -85,8 +90,7 @@ def test_translate_shows_the_alternatives_of_a_chosen_token(play: PlayProcess, c
 def test_translate_continues_from_a_chosen_alternative_as_the_same_request_with_that_prefix(
     play: PlayProcess, client: Client, open_page: Open
 ) -> None:
-    page = open_page(play.url).page
-    type_text(page, TEXT)
+    page = typed(open_page, play.url)
     first = client.generate_text(TEXT, Options(num_logprobs=8))
     wait_for_text(page, first.text)
     shown_tokens(page).nth(1).click()
@@ -101,8 +105,7 @@ def test_translate_continues_from_a_chosen_alternative_as_the_same_request_with_
 
 @pages
 def test_translate_shows_the_best_outputs_of_a_beam_search(play: PlayProcess, client: Client, open_page: Open) -> None:
-    page = open_page(play.url).page
-    type_text(page, TEXT)
+    page = typed(open_page, play.url)
     page.get_by_label("Beam width").fill("4")
     page.get_by_label("Best outputs").fill("3")
     expected = client.generate_outputs(TEXT, Options(beam_width=4, num_return_sequences=3))
@@ -113,8 +116,7 @@ def test_translate_shows_the_best_outputs_of_a_beam_search(play: PlayProcess, cl
 def test_translate_asks_for_the_alternatives_of_a_beam_search_when_a_token_is_opened(
     play: PlayProcess, client: Client, open_page: Open
 ) -> None:
-    page = open_page(play.url).page
-    type_text(page, TEXT)
+    page = typed(open_page, play.url)
     page.get_by_label("Beam width").fill("3")
     best = client.generate_text(TEXT, Options(beam_width=3))
     wait_for_text(page, best.text)
@@ -127,8 +129,7 @@ def test_translate_asks_for_the_alternatives_of_a_beam_search_when_a_token_is_op
 
 @pages
 def test_translate_shows_the_cost_that_the_server_reports(play: PlayProcess, client: Client, open_page: Open) -> None:
-    page = open_page(play.url).page
-    type_text(page, TEXT)
+    page = typed(open_page, play.url)
     usage = client.generate_text(TEXT).usage
     figures = page.locator(".figure")
     expect(figures.filter(has_text="Tokens").last).to_contain_text(f"{usage.source_tokens} → {usage.generated_tokens}")
@@ -164,8 +165,7 @@ def stage_cells(page: Page, stage: str) -> list[float]:
 def test_sampling_bars_equal_the_log_probabilities_of_the_server_after_every_stage(
     play: PlayProcess, client: Client, open_page: Open
 ) -> None:
-    page = open_page(f"{play.url}/#/sampling").page
-    type_text(page, TEXT)
+    page = typed(open_page, f"{play.url}/#/sampling")
     page.get_by_label("Temperature").fill("0.7")
     page.get_by_label("Top-k").fill("12")
     page.get_by_label("Top-p").fill("0.9")
@@ -183,8 +183,7 @@ def test_sampling_bars_equal_the_log_probabilities_of_the_server_after_every_sta
 
 @pages
 def test_sampling_walks_along_the_target_token_by_token(play: PlayProcess, client: Client, open_page: Open) -> None:
-    page = open_page(f"{play.url}/#/sampling").page
-    type_text(page, TEXT)
+    page = typed(open_page, f"{play.url}/#/sampling")
     first = client.next_token(TEXT, num_tokens=16)
     rows = page.locator(".stages tbody button")
     expect(rows.first).to_have_attribute("data-id", str(first.token_ids[0]))
@@ -200,14 +199,9 @@ def test_sampling_walks_along_the_target_token_by_token(play: PlayProcess, clien
 def test_samples_of_a_seed_equal_those_of_the_server_and_repeat(
     play: PlayProcess, client: Client, open_page: Open
 ) -> None:
-    page = open_page(f"{play.url}/#/sampling").page
-    type_text(page, TEXT)
+    page = typed(open_page, f"{play.url}/#/sampling")
     page.get_by_label("Temperature").fill("1.5")
-    seeds = [
-        18446744073709551614,
-        18446744073709551615,
-        0,
-    ]  # beyond the exact numbers of JavaScript, and around the end
+    seeds = [2**64 - 2, 2**64 - 1, 0]  # beyond the exact numbers of JavaScript, and around the end
     page.get_by_label("First seed").fill(str(seeds[0]))
     page.get_by_label("Samples").fill("3")
     expected = [client.generate_text(TEXT, Options(temperature=1.5, seed=seed)).text for seed in seeds]
@@ -276,8 +270,7 @@ def test_attention_shows_the_positions_of_each_part(play: PlayProcess, client: C
 
 @pages
 def test_beams_draw_the_tree_that_the_server_searched(play: PlayProcess, client: Client, open_page: Open) -> None:
-    page = open_page(f"{play.url}/#/beams").page
-    type_text(page, TEXT)
+    page = typed(open_page, f"{play.url}/#/beams")
     options = Options(beam_width=4, num_return_sequences=4, length_penalty=1.0, max_new_tokens=32)
     outputs = client.generate_outputs(TEXT, options, report_beam_steps=True)
     steps = outputs[0].beam_steps
@@ -292,8 +285,7 @@ def test_beams_draw_the_tree_that_the_server_searched(play: PlayProcess, client:
 
 @pages
 def test_beams_grow_step_by_step(play: PlayProcess, client: Client, open_page: Open) -> None:
-    page = open_page(f"{play.url}/#/beams").page
-    type_text(page, TEXT)
+    page = typed(open_page, f"{play.url}/#/beams")
     best = client.generate_text(TEXT, Options(beam_width=4, max_new_tokens=32))
     expect(page.locator(".outputs li span:first-child").first).to_have_text(best.text)
     slider = page.get_by_role("slider", name="Step")

@@ -54,6 +54,10 @@ class Scrape:
     def __call__(self, name: str, *, model_name: str = "one", **labels: str) -> float | None:
         return self.registry.get_sample_value(f"antiphon_{name}", {"model_name": model_name, **labels})
 
+    def check(self, prefix: str = "", **expected: object) -> None:
+        """Check samples by their names."""
+        assert {name: self(prefix + name) for name in expected} == expected
+
 
 @pytest.fixture
 def scrape() -> Scrape:
@@ -63,25 +67,17 @@ def scrape() -> Scrape:
 def test_metrics_count_encoder_and_decoder_tokens_separately(scrape: Scrape) -> None:
     scrape.metrics.encoded(REPORT, 28)
     scrape.metrics.decoded(5, 3, 0.004)
-    assert scrape("prompt_tokens_total") == 28
-    assert scrape("padding_tokens_total") == 2
-    assert scrape("generation_tokens_total") == 5
-    assert scrape("inter_token_latency_seconds_count") == 3
-    assert scrape("inter_token_latency_seconds_sum") == pytest.approx(0.012)
-    assert scrape("encode_batch_size_sum") == 3
-    assert scrape("decode_batch_size_sum") == 5
+    scrape.check(prompt_tokens_total=28, padding_tokens_total=2, generation_tokens_total=5)
+    scrape.check("inter_token_latency_seconds_", count=3, sum=pytest.approx(0.012))
+    scrape.check(encode_batch_size_sum=3, decode_batch_size_sum=5)
 
 
 def test_metrics_contain_workspace_and_its_predictions(scrape: Scrape) -> None:
     scrape.metrics.encoded(dataclasses.replace(REPORT, peak_workspace_bytes=1500), 30)
     scrape.metrics.encoded(REPORT, 30)
     name = "encoder_workspace_"
-    assert scrape(f"{name}measured_bytes") == 900
-    assert scrape(f"{name}measured_max_bytes") == 1500
-    assert scrape(f"{name}predicted_fused_bytes") == 1000
-    assert scrape(f"{name}predicted_materialised_bytes") == 4000
-    assert scrape(f"{name}residual_bytes") == -100
-    assert scrape(f"{name}measured_run_bytes_count") == 2
+    scrape.check(name, measured_bytes=900, measured_max_bytes=1500, measured_run_bytes_count=2, residual_bytes=-100)
+    scrape.check(name, predicted_fused_bytes=1000, predicted_materialised_bytes=4000)
     quotients = [scrape(f"{name}measured_to_predicted_ratio_bucket", le=le) for le in ("0.75", "0.9", "1.25", "1.5")]
     assert quotients == [0, 1, 1, 2]
 
@@ -89,9 +85,8 @@ def test_metrics_contain_workspace_and_its_predictions(scrape: Scrape) -> None:
 def test_metrics_omit_the_workspace_when_it_was_not_measured(scrape: Scrape) -> None:
     unknown = dataclasses.replace(REPORT, peak_workspace_bytes=None, predicted_fused_bytes=None)
     scrape.metrics.encoded(unknown, 30)
-    assert scrape("encoder_workspace_measured_run_bytes_count") == 0
-    assert scrape("encoder_workspace_measured_to_predicted_ratio_count") == 0
-    assert scrape("encoder_workspace_predicted_materialised_run_bytes_count") == 1
+    scrape.check("encoder_workspace_", measured_run_bytes_count=0, measured_to_predicted_ratio_count=0)
+    scrape.check("encoder_workspace_", predicted_materialised_run_bytes_count=1)
 
 
 def test_metrics_count_workspace_by_length_of_runs_of_one_source(scrape: Scrape) -> None:

@@ -128,31 +128,25 @@ async def test_call_is_refused_before_its_request_arrives_when_the_queue_is_full
     assert counted == 1
 
 
-async def test_a_queue_full_of_requests_pushes_back() -> None:
-    async with overload(EngineLimits(max_queued_requests=3)) as held:
+@pytest.mark.parametrize(
+    ("limits", "waiting", "said"),
+    [
+        (EngineLimits(max_queued_requests=3), {"other": 3}, "3 requests wait"),
+        (EngineLimits(max_queued_tokens=2 * LENGTH), {"one": 1, "two": 1}, f"{2 * LENGTH} source tokens wait"),
+        (EngineLimits(max_queued_requests=8), {THIS_HOST: 4, "other": 2}, "this client"),
+    ],
+)
+async def test_a_queue_full_of_requests_tokens_or_one_client_pushes_back(
+    limits: EngineLimits, waiting: dict[str, int], said: str
+) -> None:
+    async with overload(limits) as held:
         await held.hold()
-        held.wait(3)
+        for client, count in waiting.items():
+            held.wait(count, client=client)
         error, _ = await pushed_back(held.served)
-        assert "3 requests wait" in (error.details() or "")
-
-
-async def test_a_queue_full_of_tokens_pushes_back() -> None:
-    async with overload(EngineLimits(max_queued_tokens=2 * LENGTH)) as held:
-        await held.hold()
-        held.wait(1, client="one")
-        held.wait(1, client="two")
-        error, _ = await pushed_back(held.served)
-        assert f"{2 * LENGTH} source tokens wait" in (error.details() or "")
-
-
-async def test_a_client_that_would_fill_the_queue_is_pushed_back_and_others_are_not() -> None:
-    async with overload(EngineLimits(max_queued_requests=8)) as held:
-        await held.hold()
-        held.wait(4, client=THIS_HOST)
-        held.wait(2)
-        error, _ = await pushed_back(held.served)
-        assert "this client" in (error.details() or "")
-        held.wait(2)
+        assert said in (error.details() or "")
+        if THIS_HOST in waiting:
+            held.wait(2)  # others are not pushed back
 
 
 async def test_a_wait_above_the_bound_pushes_back_for_as_long_as_it_would_take() -> None:

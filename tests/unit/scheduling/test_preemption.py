@@ -26,6 +26,14 @@ def long_request(name: str, **changes: object) -> Request:
     return changed(made, **changes)
 
 
+def beside_two(loop: asyncio.AbstractEventLoop) -> Bench:
+    """Return a bench with two requests, whose pool is too small for a third."""
+    bench = Bench(loop, num_blocks=14)
+    for name in ("a", "bb"):
+        bench.ask(long_request(name))
+    return bench
+
+
 def run_until_preempted(bench: Bench) -> SequenceGroup:
     """Return the first group that is preempted."""
     while not (preempted := [group for group in bench.all if group.preempted_s is not None]):
@@ -51,9 +59,7 @@ def test_preempted_request_is_the_newest_and_continues_with_the_same_answer(loop
 
 def test_preemption_keeps_the_forced_token_and_the_prefix_of_a_request(loop: asyncio.AbstractEventLoop) -> None:
     """A forced first token is not forced a second time, and a prefix is fed before the produced tokens."""
-    bench = Bench(loop, num_blocks=14)
-    for name in ("a", "bb"):
-        bench.ask(long_request(name))
+    bench = beside_two(loop)
     params = SamplingParams(max_new_tokens=14, forced_first_id=9, min_new_tokens=2)
     forced = bench.ask(long_request("forced", params=params))
     assert run_until_preempted(bench) is forced
@@ -61,9 +67,7 @@ def test_preemption_keeps_the_forced_token_and_the_prefix_of_a_request(loop: asy
     source = forced.request.source_ids
     rest = [int(bench.runner.logits(source, position).argmax()) for position in range(1, 14)]
     assert bench.output(forced).token_ids == (9, *rest)
-    bench = Bench(loop, num_blocks=14)
-    for name in ("a", "bb"):
-        bench.ask(long_request(name))
+    bench = beside_two(loop)
     prefixed = bench.ask(long_request("prefixed", prefix_ids=(7, 8, 9), params=SamplingParams(max_new_tokens=14)))
     assert run_until_preempted(bench) is prefixed
     bench.finish()
@@ -144,9 +148,8 @@ def test_request_that_could_never_fit_is_refused_although_its_first_blocks_would
 
 
 def test_preempted_requests_continue_before_new_ones_start(loop: asyncio.AbstractEventLoop) -> None:
-    bench = Bench(loop, num_blocks=14)
-    for name in ("a", "bb", "ccc"):
-        bench.ask(long_request(name))
+    bench = beside_two(loop)
+    bench.ask(long_request("ccc"))
     preempted = run_until_preempted(bench)
     late = bench.ask(request_of("late", source_of(target_len=1), params=SamplingParams(max_new_tokens=1)))
     while preempted.state is SequenceState.WAITING:
@@ -174,11 +177,9 @@ def test_new_requests_leave_blocks_that_running_ones_need_soon(loop: asyncio.Abs
 
 @pytest.mark.parametrize("how", ["cancelled", "deadline", "time limit"])
 def test_preempted_request_can_end_while_it_waits(loop: asyncio.AbstractEventLoop, how: str) -> None:
-    bench = Bench(loop, num_blocks=14)
+    bench = beside_two(loop)
     params = SamplingParams(max_new_tokens=20, num_logprobs=0, time_limit_s=5.0 if how == "time limit" else None)
     deadline_s = bench.clock() + 5.0 if how == "deadline" else None
-    for name in ("a", "bb"):
-        bench.ask(long_request(name))
     group = bench.ask(long_request("ccc", params=params, arrival_s=bench.clock(), deadline_s=deadline_s))
     assert run_until_preempted(bench) is group
     produced = group.sequences[0].produced
@@ -186,12 +187,7 @@ def test_preempted_request_can_end_while_it_waits(loop: asyncio.AbstractEventLoo
         bench.clock.advance(5.0)
     bench.step(*(["ccc"] if how == "cancelled" else []))
     event = bench.output(group)
-    reasons = {
-        "cancelled": FinishReason.CANCELLED,
-        "deadline": FinishReason.DEADLINE,
-        "time limit": FinishReason.TIME_LIMIT,
-    }
-    assert (event.finish_reason, event.num_generated) == (reasons[how], len(produced))
+    assert (event.finish_reason, event.num_generated) == (FinishReason[how.upper().replace(" ", "_")], len(produced))
     if how != "deadline":  # an error has no other events
         assert event.token_ids == produced == expected(bench, group)[0][: len(produced)]
     if how == "time limit":
@@ -201,9 +197,7 @@ def test_preempted_request_can_end_while_it_waits(loop: asyncio.AbstractEventLoo
 
 
 def test_preempted_request_can_end_while_its_source_is_encoded_again(loop: asyncio.AbstractEventLoop) -> None:
-    bench = Bench(loop, num_blocks=14)
-    for name in ("a", "bb"):
-        bench.ask(long_request(name))
+    bench = beside_two(loop)
     params = SamplingParams(max_new_tokens=20, time_limit_s=5.0)
     group = bench.ask(long_request("ccc", params=params, arrival_s=bench.clock()))
     assert run_until_preempted(bench) is group

@@ -23,6 +23,11 @@ BLOCKS = ROWS * 16  # enough for the longest rows of the fake model, so that no 
 START_STEPS = PATIENCE_STEPS + 2  # maximum number of steps until another caller has started
 
 
+@pytest.fixture
+def bench(loop: asyncio.AbstractEventLoop) -> Bench:
+    return Bench(loop, max_rows=ROWS, num_blocks=BLOCKS, reads_history=True)
+
+
 def samples_of(name: str, count: int, *, client: str = "many", length: int = 30) -> Request:
     """Return a request with a number of samples, each with the same number of tokens."""
     params = SamplingParams(
@@ -53,8 +58,7 @@ def answers(events: tuple[TokenEvent, ...]) -> list[tuple[object, ...]]:
     return [*map(seen, events)]
 
 
-def test_other_caller_starts_within_a_few_steps_when_one_request_has_every_row(loop: asyncio.AbstractEventLoop) -> None:
-    bench = Bench(loop, max_rows=ROWS, num_blocks=BLOCKS, reads_history=True)
+def test_other_caller_starts_within_a_few_steps_when_one_request_has_every_row(bench: Bench) -> None:
     many = bench.ask(samples_of("many", ROWS))
     bench.step()
     assert rows_of(bench, "many") == ROWS
@@ -89,8 +93,7 @@ def test_caller_keeps_every_row_while_no_other_caller_waits(loop: asyncio.Abstra
     assert max(bench.runner.decoded_rows) == ROWS
 
 
-def test_two_callers_of_many_samples_get_half_of_the_rows_each(loop: asyncio.AbstractEventLoop) -> None:
-    bench = Bench(loop, max_rows=ROWS, num_blocks=BLOCKS, reads_history=True)
+def test_two_callers_of_many_samples_get_half_of_the_rows_each(bench: Bench) -> None:
     first = bench.ask(samples_of("first", ROWS, client="first"))
     bench.step()
     second = bench.ask(samples_of("second", ROWS, client="second"))
@@ -102,10 +105,7 @@ def test_two_callers_of_many_samples_get_half_of_the_rows_each(loop: asyncio.Abs
     bench.finish()
 
 
-def test_rows_are_taken_only_once_for_a_caller_that_sends_request_after_request(
-    loop: asyncio.AbstractEventLoop,
-) -> None:
-    bench = Bench(loop, max_rows=ROWS, num_blocks=BLOCKS, reads_history=True)
+def test_rows_are_taken_only_once_for_a_caller_that_sends_request_after_request(bench: Bench) -> None:
     bench.ask(samples_of("many", ROWS))
     bench.step()
     for index in range(6):
@@ -187,9 +187,8 @@ def test_request_can_end_while_some_of_its_samples_wait_for_rows(loop: asyncio.A
     assert bench.pool.num_free == bench.pool.num_blocks
 
 
-def test_beams_of_one_caller_leave_a_row_to_others(loop: asyncio.AbstractEventLoop) -> None:
+def test_beams_of_one_caller_leave_a_row_to_others(bench: Bench) -> None:
     """Beams keep their rows, so their number of rows is bounded in advance."""
-    bench = Bench(loop, max_rows=ROWS, num_blocks=BLOCKS, reads_history=True)
     params = SamplingParams(max_new_tokens=30, beam_width=4)
     searches = [
         bench.ask(changed(request_of(str(index), source_of(target_len=30), params=params), client="many"))
