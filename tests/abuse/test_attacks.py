@@ -46,9 +46,7 @@ def size_of(name: str) -> Size:
 
 
 @pytest.mark.parametrize("name", mostly(hardship, attacks(None), but=ONE_OF_EACH_KIND))
-async def test_server_survives_an_attack_and_answers_honest_clients(
-    server: ServerProcess, honest: Honest, name: str
-) -> None:
+async def test_server_survives_an_attack_and_answers_others(server: ServerProcess, honest: Honest, name: str) -> None:
     attack, address = attacks(None)[name], Address(port=server.port)
     await check(server, honest, lambda: attack(address, size_of(name)))
 

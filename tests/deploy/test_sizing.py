@@ -112,9 +112,7 @@ def one_bundle_bytes() -> int:
     return need_of(bundle, bundle.graph_set(), EngineLimits()).memory.weight_bytes
 
 
-def test_rate_of_a_replica_is_read_from_the_result_of_a_load_test(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rate_of_a_replica_is_read_from_a_load_test(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "load.json"
     path.write_text(json.dumps(LOAD), encoding="utf-8")
     assert main(["size", "--rate", "70", "--load-result", str(path), "--spare", "0"]) == 0
@@ -155,18 +153,14 @@ def test_wrong_input_exits_with_2_and_is_named(flags: list[str], said: str, caps
 
 
 @pytest.mark.parametrize("content", ["[]", "{}", '{"highest_rate": 0}', '{"highest_rate": "many"}', "{"])
-def test_load_result_without_a_rate_is_refused(
-    content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_load_result_without_rate_is_refused(content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "load.json"
     path.write_text(content, encoding="utf-8")
     assert main(["size", "--rate", "10", "--load-result", str(path)]) == 2
     assert f"--load-result {path}" in capsys.readouterr().err
 
 
-def test_bundle_without_a_profile_is_refused_with_the_profile_command(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bundle_without_a_profile_is_refused_with_a_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bundle = tmp_path / "bundle"
     shutil.copytree(SHIPPED_BUNDLE, bundle)
     edit_manifest(bundle, lambda manifest: manifest.pop("memory"))

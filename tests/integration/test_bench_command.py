@@ -107,9 +107,7 @@ def test_encoding_speed_is_measured_beside_ctranslate2_on_the_same_work(
     assert finding["equal_outputs"] > 0
 
 
-def test_waits_and_memory_are_measured_beside_ctranslate2(
-    random_model: Path, tmp_path: Path, texts: tuple[str, ...]
-) -> None:
+def test_waits_and_memory_are_beside_ctranslate2(random_model: Path, tmp_path: Path, texts: tuple[str, ...]) -> None:
     sections = ("--section", "poisson", "memory", "clients")
     findings = findings_of(tmp_path, beside_ctranslate2(random_model, *sections, *texts))
     units = [(finding["name"], finding["unit"]) for finding in findings]
@@ -118,9 +116,7 @@ def test_waits_and_memory_are_measured_beside_ctranslate2(
     assert all(finding["ctranslate2"] is not None for finding in findings)
 
 
-def test_bundle_is_compared_with_the_weights_of_a_checkpoint(
-    random_model: Path, tmp_path: Path, texts: tuple[str, ...]
-) -> None:
+def test_bundle_is_compared_with_a_checkpoint(random_model: Path, tmp_path: Path, texts: tuple[str, ...]) -> None:
     flags = ("--checkpoint", str(random_model / "checkpoint"), "--section", "encode", *texts)
     (finding,) = findings_of(tmp_path, (str(random_model / "bundle"), "--model", "bundle", *flags))
     assert finding["ctranslate2"] is not None

@@ -38,17 +38,13 @@ def check_told(arguments: Sequence[str], env: dict[str, str], name: str) -> None
     "arguments",
     [("generate", "Guten Tag"), ("generate", "--json", "Guten Tag", "Hallo"), ("models", "list"), ("health",)],
 )
-def test_clients_report_that_their_output_has_no_space(
-    server: ServerProcess, arguments: tuple[str, ...], env: dict[str, str]
-) -> None:
+def test_clients_report_a_full_output(server: ServerProcess, arguments: tuple[str, ...], env: dict[str, str]) -> None:
     check_told((*arguments, "--target", server.target), env, f"antiphon {arguments[0]}")
 
 
 @pytest.mark.parametrize("env", [AT_ONCE, GATHERED])
 @pytest.mark.parametrize("arguments", [("serve", "--print-config"), ("size",)])
-def test_commands_without_a_server_report_that_their_output_has_no_space(
-    arguments: tuple[str, ...], env: dict[str, str]
-) -> None:
+def test_commands_without_a_server_report_a_full_output(arguments: tuple[str, ...], env: dict[str, str]) -> None:
     check_told(arguments, env, f"antiphon {arguments[0]}")
 
 

@@ -149,9 +149,7 @@ async def test_second_signal_ends_the_process_at_once(bundle: Path, tmp_path: Pa
 
 
 @combinations
-def test_serve_names_the_port_when_it_is_in_use_and_the_first_server_continues(
-    server: ServerProcess, bundle: Path
-) -> None:
+def test_serve_names_a_port_in_use_and_the_first_server_continues(server: ServerProcess, bundle: Path) -> None:
     for flags, port in (
         (["--port", str(server.port), "--metrics-port", "0"], server.port),
         (["--port", "0", "--metrics-port", str(server.metrics_port)], server.metrics_port),

@@ -142,9 +142,7 @@ def test_evaluate_gives_the_scores_of_training(trained: Trained, capsys: pytest.
     assert valid["nats_per_character"] != pytest.approx(expected["nats_per_character"], rel=1e-5)
 
 
-def test_recorded_perplexity_equals_the_score_of_each_precision(
-    trained: Trained, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_recorded_perplexity_is_that_of_each_precision(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
     alone = {p: evaluated(capsys, trained, "bundle", "--precision", p)[0]["perplexity"] for p in ("float32", "int8")}
     evaluated(capsys, trained, "bundle", "--record")
     quality = load_bundle(trained.folder / "bundle").manifest.quality

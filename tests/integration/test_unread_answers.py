@@ -111,9 +111,7 @@ async def test_unread_answers_are_bounded_in_bytes() -> None:
 @pytest.mark.parametrize(
     ("method", "message", "num_calls"), [("Generate", SCORED, 40), ("GenerateMany", MANY_SCORED, 8)]
 )
-async def test_unread_streams_are_bounded_in_all_that_waits_behind_their_messages(
-    method: str, message: bytes, num_calls: int
-) -> None:
+async def test_unread_streams_are_bounded_with_all_behind_them(method: str, message: bytes, num_calls: int) -> None:
     """Regression: a stream whose client read nothing kept its tokens as objects, which no limit counted."""
     async with serving(max_unsent_bytes=65_536) as served:
         async with await RawConnection.open(address_of(served), NO_WINDOW, gives_credit=False) as connection:

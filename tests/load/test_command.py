@@ -31,9 +31,7 @@ def figures(path: Path) -> dict[str, Any]:
     return held
 
 
-def test_load_reports_a_run_as_a_table_and_as_json(
-    target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_load_reports_a_run_as_table_and_json(target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code = load(
         "--target", target, "--rate", "60", "--duration", "1", "--warmup", "0.3", "--processes", "2", "--check",
         "--connections", "2", "--max-new-tokens", "8", "--priority", "batch", "--objective-p99-ms", "60000", "--fail",

@@ -62,9 +62,7 @@ def test_stopped_answer_keeps_what_came_and_says_so(long_server: ServerProcess, 
         long_server.wait_for_metrics(lambda metrics: metrics["antiphon_num_requests_running"] == 0)
 
 
-def test_refusal_shows_when_the_page_tries_again_and_then_the_answer(
-    long_server: ServerProcess, open_page: Open
-) -> None:
+def test_refusal_shows_when_it_tries_again_and_then_the_answer(long_server: ServerProcess, open_page: Open) -> None:
     connection = Connection(retry=RetryPolicy(attempts=1))
     with PlayProcess(long_server) as play, Client(long_server.target, connection=connection) as client:
 

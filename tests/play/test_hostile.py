@@ -48,9 +48,7 @@ def test_text_of_a_model_is_never_interpreted_as_html(play: PlayProcess, open_pa
 
 @pages
 @pytest.mark.parametrize("view", VIEWS)
-def test_typed_markup_right_to_left_text_and_emoji_are_shown_as_text(
-    play: PlayProcess, open_page: Open, view: str
-) -> None:
+def test_typed_markup_rtl_text_and_emoji_are_shown_as_text(play: PlayProcess, open_page: Open, view: str) -> None:
     text = f"{ATTACK} مرحبا 👩‍👩‍👧‍👦 \u202eabc \U0001f600"
     watched = open_page(f"{play.url}/#/{view}")
     page = watched.page
@@ -128,9 +126,7 @@ def test_body_beyond_the_limit_is_refused_unread(play: PlayProcess) -> None:
         ("/api/tag", {}, "text"),
     ],
 )
-def test_wrong_bodies_are_refused_with_the_name_of_the_field(
-    play: PlayProcess, path: str, body: dict[str, object], field: str
-) -> None:
+def test_wrong_bodies_are_refused_by_field(play: PlayProcess, path: str, body: dict[str, object], field: str) -> None:
     status, _, answer = play.request("POST", path, json.dumps(body).encode(), JSON)
     # Lines are sent before the error is known, so their status is that of a success.
     assert status == (200 if path == "/api/generate" else 400)

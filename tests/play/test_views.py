@@ -49,9 +49,7 @@ def choose_model(page: Page, name: str) -> None:
     page.get_by_label("Model").select_option(name)
 
 
-def test_translate_shows_the_answer_and_the_probability_of_each_token(
-    play: PlayProcess, client: Client, open_page: Open
-) -> None:
+def test_translate_shows_the_answer_and_each_probability(play: PlayProcess, client: Client, open_page: Open) -> None:
     page = typed(open_page, play.url)
     expected = client.generate_text(TEXT, Options(num_logprobs=8))
     wait_for_text(page, expected.text)
@@ -196,9 +194,7 @@ def test_sampling_walks_along_the_target_token_by_token(play: PlayProcess, clien
 
 
 @pages
-def test_samples_of_a_seed_equal_those_of_the_server_and_repeat(
-    play: PlayProcess, client: Client, open_page: Open
-) -> None:
+def test_samples_of_a_seed_equal_the_servers_and_repeat(play: PlayProcess, client: Client, open_page: Open) -> None:
     page = typed(open_page, f"{play.url}/#/sampling")
     page.get_by_label("Temperature").fill("1.5")
     seeds = [2**64 - 2, 2**64 - 1, 0]  # beyond the exact numbers of JavaScript, and around the end
@@ -297,9 +293,7 @@ def test_beams_grow_step_by_step(play: PlayProcess, client: Client, open_page: O
 
 
 @pages
-def test_memory_shows_the_workspace_that_the_metrics_report(
-    play: PlayProcess, server: ServerProcess, open_page: Open
-) -> None:
+def test_memory_shows_the_workspace_of_the_metrics(play: PlayProcess, server: ServerProcess, open_page: Open) -> None:
     page = open_page(f"{play.url}/#/memory").page
     page.get_by_role("button", name="Measure").click()
     rows = page.locator("tr[data-tokens]")

@@ -74,9 +74,7 @@ def test_settings_are_accepted_up_to_their_limits(name: str, value: str, capsys:
 
 
 @pytest.mark.parametrize(("name", "value"), cases(are_inside=False))
-def test_settings_beyond_their_limits_stop_the_server(
-    name: str, value: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_settings_beyond_limits_stop_the_server(name: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", f"{flag_of(name)}={value}", *BESIDE.get(name, ())]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"antiphon serve: {name} (from {flag_of(name)}) is {value!r}; it must be ")

@@ -72,9 +72,7 @@ async def answered_beside(target: str, ended: asyncio.Event) -> int:
 
 
 @pytest.mark.parametrize(("num_bytes", "code"), [(MAX_TEXT_BYTES, "OK"), (900_000, "INVALID_ARGUMENT")])
-async def test_memory_of_many_large_texts_is_bounded_and_freed(
-    server: ServerProcess, num_bytes: int, code: str
-) -> None:
+async def test_memory_of_large_texts_is_bounded_and_freed(server: ServerProcess, num_bytes: int, code: str) -> None:
     before = footprint(server.process.pid)
     ended = asyncio.Event()
     other = asyncio.create_task(answered_beside(server.target, ended))

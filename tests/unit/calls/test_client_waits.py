@@ -68,9 +68,7 @@ def make(clock: FakeClock) -> Make:
     ("stage", "kind", "said"),
     [(Stage.REQUEST, RequestTimeout, "no complete request came within 0.05 s"), (Stage.ANSWER, SlowReader, "0.05 s")],
 )
-async def test_waits_end_oldest_first_when_their_time_is_over(
-    stage: Stage, kind: type[AntiphonError], said: str
-) -> None:
+async def test_waits_end_oldest_first_when_time_is_over(stage: Stage, kind: type[AntiphonError], said: str) -> None:
     given_up: list[tuple[Stage, str]] = []
     clients = Clients(client_waits(request_timeout_s=0.05, answer_timeout_s=0.05, given_up=given_up))
     clients.begin(stage, "a/1")
@@ -103,9 +101,7 @@ async def test_room_is_made_by_the_connection_with_the_most_waiting_calls(make: 
     assert waits.num_waiting(Stage.ANSWER) == 2
 
 
-async def test_room_is_made_by_the_caller_with_the_most_waiting_calls_over_all_connections(
-    make: Make, clock: FakeClock
-) -> None:
+async def test_room_is_made_by_the_caller_with_the_most_calls_of_all_connections(make: Make, clock: FakeClock) -> None:
     """A caller with many connections of one call each must not push out one with two calls on one connection."""
     waits, clients = make()
     for number in range(3):

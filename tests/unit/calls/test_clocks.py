@@ -23,9 +23,7 @@ def jump(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
 
 
 @pytest.mark.parametrize("jump_s", [-3600.0, -1.0, 1.0, 3600.0])
-async def test_call_with_a_deadline_is_answered_after_the_clock_was_set(
-    monkeypatch: pytest.MonkeyPatch, jump_s: float
-) -> None:
+async def test_call_with_a_deadline_survives_a_set_clock(monkeypatch: pytest.MonkeyPatch, jump_s: float) -> None:
     async with serving() as served:
         call = stub_of(served).GenerateUnary(asking_whole(), timeout=30)
         jump(monkeypatch, jump_s)

@@ -90,9 +90,7 @@ ACCEPTED = {
 
 @pytest.mark.parametrize("encoding", ["identity", "gzip"])
 @pytest.mark.parametrize("accepted", ACCEPTED.values(), ids=ACCEPTED)
-def test_scrape_has_the_content_type_of_its_format(
-    registry: CollectorRegistry, accepted: str | None, encoding: str
-) -> None:
+def test_scrape_has_the_type_of_its_format(registry: CollectorRegistry, accepted: str | None, encoding: str) -> None:
     """A wrong or missing type ends a scrape of Prometheus 3 (prometheus/prometheus#9430, #3208, jmx_exporter#1084)."""
     headers = {"Accept-Encoding": encoding} | ({} if accepted is None else {"Accept": accepted})
     with served(registry) as server:
@@ -113,9 +111,7 @@ def test_scrape_that_sends_single_bytes_ends_at_its_time_limit(registry: Collect
         assert b"answer 42.0" in scrape(server)
 
 
-def test_handshake_that_sends_single_bytes_ends_at_its_time_limit(
-    registry: CollectorRegistry, authority: Authority
-) -> None:
+def test_handshake_of_single_bytes_ends_at_its_time_limit(registry: CollectorRegistry, authority: Authority) -> None:
     pair = authority.server()
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(pair.cert, pair.key)

@@ -51,9 +51,7 @@ def test_main_exits_with_what_the_command_line_asks_for(
     assert re.search(said, written.err if code else written.out)
 
 
-def test_main_names_the_extra_when_a_package_is_missing(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_main_names_the_extra_of_a_package(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def absent(subcommand: cli.Subcommand) -> None:
         raise ModuleNotFoundError("No module named 'torch'", name="torch")
 

@@ -156,7 +156,7 @@ async def test_explain_refuses_with_one_line(
     assert message in printed.err
 
 
-async def test_explain_prints_the_entropy_of_an_encoder_only_model_without_an_alignment(
+async def test_explain_of_an_encoder_only_model_has_no_alignment(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert await explain("the cat", "--pair", "the mat", heads=ENCODER_ONLY) == 0

@@ -169,9 +169,7 @@ async def test_wrong_request_is_not_sent_again(ask: Ask) -> None:
 
 
 @pytest.mark.parametrize("ends_with", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, None])
-async def test_unanswered_requests_of_a_broken_call_are_sent_over_another(
-    ask: Ask, ends_with: grpc.StatusCode | None
-) -> None:
+async def test_requests_of_a_broken_call_are_sent_over_another(ask: Ask, ends_with: grpc.StatusCode | None) -> None:
     async def break_once(server: Scripted, context: Any) -> None:
         async for request in server.requests(context):
             if request.request.text == TEXTS[6] and server.received[TEXTS[6]] == 1:

@@ -72,9 +72,7 @@ def prompts(draw: st.DrawFn, name: str) -> Request:
 
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
-def test_prompts_in_a_crowd_get_the_outputs_of_transformers_alone(
-    loop: asyncio.AbstractEventLoop, data: st.DataObject
-) -> None:
+def test_prompts_in_a_crowd_get_the_outputs_of_each_alone(loop: asyncio.AbstractEventLoop, data: st.DataObject) -> None:
     bench = Bench(loop, max_rows=8, num_blocks=200, reads_history=True, has_encoder=False)
     asked = [data.draw(prompts(str(index))) for index in range(data.draw(st.integers(1, 4)))]
     groups = []
@@ -248,9 +246,7 @@ def test_non_finite_head_outputs_end_only_their_own_requests(loop: asyncio.Abstr
     ],
     ids=["generate", "next_sentence"],
 )
-def test_tasks_that_an_encoder_lacks_are_refused_by_name(
-    loop: asyncio.AbstractEventLoop, request_: Request, message: str
-) -> None:
+def test_tasks_of_an_encoder_are_refused(loop: asyncio.AbstractEventLoop, request_: Request, message: str) -> None:
     with pytest.raises(Unsupported, match=message):
         Bench(loop, heads=HEADS).ask(request_)
 

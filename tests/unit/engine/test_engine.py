@@ -60,9 +60,7 @@ async def test_engine_lets_a_request_join_at_the_next_step(bench: Bench, gate: G
     assert bench.runner.decoded_rows[:2] == [1, 2]
 
 
-async def test_engine_frees_blocks_of_a_running_request_within_one_step_when_cancelled(
-    bench: Bench, gate: Gate
-) -> None:
+async def test_engine_frees_blocks_of_a_cancelled_request_within_one_step(bench: Bench, gate: Gate) -> None:
     kept = bench.submit("kept", source_of(target_len=3))
     cancelled = bench.submit("cancelled", source_of(target_len=20))
     await arrive(gate)
@@ -103,9 +101,7 @@ async def test_engine_ignores_cancel_of_an_unknown_or_finished_request(bench: Be
     assert events[-1].finish_reason is FinishReason.STOP
 
 
-async def test_engine_ends_only_the_requests_of_a_faulty_encoder_run(
-    bench: Bench, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_engine_ends_only_requests_of_a_faulty_encoding(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
     poison = source_of(target_len=4, length=7)
 
     def fail_on_poison(sources: Sequence[Sequence[int]]) -> None:

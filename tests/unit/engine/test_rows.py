@@ -99,9 +99,7 @@ class Model:
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_rows_equal_their_sequences_under_random_joins_and_ends(
-    loop: asyncio.AbstractEventLoop, data: st.DataObject
-) -> None:
+def test_rows_equal_their_sequences_at_joins_and_ends(loop: asyncio.AbstractEventLoop, data: st.DataObject) -> None:
     model = Model(loop)
     for _ in range(data.draw(st.integers(1, 12))):
         while len(model.order) < MAX_ROWS and data.draw(st.booleans()):

@@ -94,9 +94,7 @@ def beam_requests(draw: st.DrawFn, name: str) -> Request:
 
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
-def test_searches_in_a_crowd_find_the_hypotheses_of_transformers_alone(
-    loop: asyncio.AbstractEventLoop, data: st.DataObject
-) -> None:
+def test_searches_in_a_crowd_are_those_of_each_alone(loop: asyncio.AbstractEventLoop, data: st.DataObject) -> None:
     bench = Bench(loop, max_rows=8, num_blocks=200, reads_history=True)
     asked = [data.draw(beam_requests(str(index))) for index in range(data.draw(st.integers(1, 9)))]
     groups = []
@@ -204,9 +202,7 @@ def drain(bench: Bench, group_name: str, request: Request) -> tuple[list[TokenEv
 
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
-def test_streamed_search_sends_only_a_prefix_of_its_best_hypothesis(
-    loop: asyncio.AbstractEventLoop, data: st.DataObject
-) -> None:
+def test_streamed_search_sends_a_prefix_of_its_best_one(loop: asyncio.AbstractEventLoop, data: st.DataObject) -> None:
     bench = Bench(loop, max_rows=8, num_blocks=200, reads_history=True)
     request = data.draw(beam_requests("whole"))
     whole = bench.ask(dataclasses.replace(request, is_streamed=False))
@@ -430,9 +426,7 @@ def last_of(events: tuple[TokenEvent, ...]) -> TokenEvent:
 
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())
-def test_steps_of_searches_in_a_crowd_are_those_of_transformers_alone(
-    loop: asyncio.AbstractEventLoop, data: st.DataObject
-) -> None:
+def test_steps_of_searches_in_a_crowd_are_those_alone(loop: asyncio.AbstractEventLoop, data: st.DataObject) -> None:
     bench = Bench(loop, max_rows=8, num_blocks=200, reads_history=True)
     asked = []
     for index in range(data.draw(st.integers(1, 6))):

@@ -133,9 +133,7 @@ def test_step_decodes_nothing_for_requests_cancelled_while_they_were_encoded(ben
 
 
 @pytest.mark.parametrize("num_outputs", [1, 2])
-def test_step_ends_every_output_when_the_time_limit_passes_during_the_encoder_run(
-    bench: Bench, num_outputs: int
-) -> None:
+def test_step_ends_every_output_when_time_passes_during_the_encoder_run(bench: Bench, num_outputs: int) -> None:
     """Regression: it ended none of them, and the engine's thread stopped with an error."""
     params = SamplingParams(time_limit_s=1.0, temperature=1.0, num_return_sequences=num_outputs)
     group = bench.add("a", source_of(target_len=20), params)
@@ -274,9 +272,7 @@ def test_step_reports_self_and_cross_cache_use_separately(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("seed", range(25))
-def test_step_gives_each_request_of_a_random_mix_its_own_answer_and_one_terminal_event(
-    loop: asyncio.AbstractEventLoop, seed: int
-) -> None:
+def test_step_gives_each_request_of_a_random_mix_its_own_answer(loop: asyncio.AbstractEventLoop, seed: int) -> None:
     dice = random.Random(seed)
     bench = Bench(loop, max_rows=dice.randint(1, 7), num_blocks=dice.choice([17, 30, 200]))
     faults = {"encode": 0.0, "decode": 0.0}
@@ -445,7 +441,7 @@ def run(bench: Bench, request: Request) -> tuple[int, int]:
     return last.cache_blocks, max(used)
 
 
-def test_greedy_request_holds_blocks_of_its_source_and_of_the_positions_that_it_writes(
+def test_greedy_request_holds_blocks_of_its_source_and_written_positions(
     loop: asyncio.AbstractEventLoop,
 ) -> None:
     """The begin token and nine words are written; the end token is not."""
@@ -454,7 +450,7 @@ def test_greedy_request_holds_blocks_of_its_source_and_of_the_positions_that_it_
     assert reported == used == blocks_for(len(SOURCE), BLOCK_SIZE) + blocks_for(1 + 9, BLOCK_SIZE)
 
 
-def test_greedy_request_holds_blocks_of_its_longest_target_when_the_pool_cannot_run_short(
+def test_greedy_request_holds_blocks_of_its_longest_target_in_a_large_pool(
     loop: asyncio.AbstractEventLoop,
 ) -> None:
     bench = Bench(loop, num_blocks=LARGE_POOL)

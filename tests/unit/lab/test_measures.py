@@ -34,7 +34,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Checkpoint, list[
     return load_checkpoint(folder / "run/averaged"), load_corpus(trial.pairs, trial.data).test
 
 
-def test_forced_log_probabilities_equal_those_of_each_pair_alone(
+def test_forced_log_probabilities_are_those_of_each_alone(
     trained: tuple[Checkpoint, list[tuple[str, str]]],
 ) -> None:
     checkpoint, pairs = trained
@@ -64,9 +64,7 @@ def test_bleu_is_that_of_sacrebleu() -> None:
 
 
 @pytest.mark.parametrize("positions", ["sinusoidal", "rope", "t5_relative", "alibi", "none"])
-def test_model_with_other_lengths_computes_the_same_and_takes_longer_texts(
-    positions: Positions, tmp_path: Path
-) -> None:
+def test_model_of_other_lengths_computes_the_same_and_takes_longer_texts(positions: Positions, tmp_path: Path) -> None:
     model = random_transformer(small_config(positions=positions, max_source_len=16, max_target_len=16))
     checkpoint = _checkpoint(model, tmp_path)
     longer = with_lengths(checkpoint, max_source_len=64, max_target_len=48)

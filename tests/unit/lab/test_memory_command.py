@@ -31,9 +31,7 @@ def rows_of(path: Path) -> list[dict[str, object]]:
     return rows
 
 
-def test_training_page_has_every_option_with_its_measurement(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_training_page_has_each_option_with_its_measurement(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_memory("tiny", "--length", "24", "--batch", "2", "--train", "--json", str(tmp_path / "page.json")) == 0
     rows = rows_of(tmp_path / "page.json")
     assert len({(row["backend"], row["checkpointing"], row["bf16"]) for row in rows}) == 8

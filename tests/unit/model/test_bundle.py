@@ -291,9 +291,7 @@ def _set(*path: str | int, value: Any) -> Callable[[dict[str, Any]], None]:
         (_set("graphs", 0, "precision", value="int9"), "graphs.0.precision: "),
     ],
 )
-def test_a_wrong_value_is_refused_in_one_line_with_its_field(
-    copy: Path, change: Callable[[dict[str, Any]], None], message: str
-) -> None:
+def test_a_wrong_value_is_refused_by_field(copy: Path, change: Callable[[dict[str, Any]], None], message: str) -> None:
     edit_manifest(copy, change)
     found = refusal(copy)
     assert f"{copy / MANIFEST_NAME}: " in found

@@ -249,9 +249,7 @@ def test_import_leaves_no_files_when_the_disk_is_full(checkpoint: Path, refused:
     assert "File too large" in said
 
 
-def test_existing_target_is_refused_before_anything_else(
-    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_existing_target_is_refused_first(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "bundle"
     target.mkdir()
     (target / "notes.txt").write_text("mine")
@@ -402,9 +400,7 @@ def test_adapter_of_another_checkpoint_is_refused(
     assert expected in refused(checkpoint, "--adapter", str(adapter))
 
 
-def test_added_tensor_without_a_place_in_the_model_is_refused(
-    checkpoint: Path, tmp_path: Path, refused: Refused
-) -> None:
+def test_added_tensor_without_a_place_in_a_model_is_refused(checkpoint: Path, tmp_path: Path, refused: Refused) -> None:
     adapter = write_adapter(tmp_path / "adapter", tensors() | {"base_model.model.score.weight": torch.ones(2, 36)})
     said = refused(checkpoint, "--adapter", str(adapter))
     assert "what the BART model of config.json does not have, 1 in number: score.weight" in said

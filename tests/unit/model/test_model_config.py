@@ -27,9 +27,7 @@ def test_preset_has_the_size_given_in_the_paper(name: str, millions: int) -> Non
         ("bert-large", 335_141_888, dict(hidden_size=1024, num_hidden_layers=24, num_attention_heads=16)),
     ],
 )
-def test_preset_of_bert_has_the_published_number_of_parameters(
-    name: str, published: int, fields: dict[str, int]
-) -> None:
+def test_preset_of_bert_has_the_published_size(name: str, published: int, fields: dict[str, int]) -> None:
     """Counted: all embeddings and their norm, the layers and the pooler, as in BertModel; no head for pre-training."""
     with torch.device("meta"):
         ours = Transformer(preset(name))

@@ -352,9 +352,7 @@ def test_line_is_written_with_escapes_when_the_stream_cannot_encode_it(tmp_path:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a file system of a size of its own needs root")
-def test_written_and_dropped_lines_add_up_to_all_lines_when_the_disk_was_full(
-    log: logging.Logger, tmp_path: Path
-) -> None:
+def test_written_and_dropped_lines_are_all_lines_when_the_disk_was_full(log: logging.Logger, tmp_path: Path) -> None:
     """Regression: the old handler lost 350 of 600 lines, and neither the log nor the metric reported it."""
     with disk_of(64 * 1024, tmp_path / "disk") as disk, (disk / "log").open("a") as stream:
         (disk / "other").write_bytes(b"x" * 40_000)

@@ -288,7 +288,7 @@ BOUNDS = (0.001, 0.01, 0.5, 2.0)
         max_size=30,
     )
 )
-def test_counted_histogram_is_exported_like_a_histogram_of_prometheus_client(
+def test_counted_histogram_is_exported_like_prometheus_clients(
     observations: list[tuple[float, int, str]],
 ) -> None:
     ours, theirs = CollectorRegistry(), CollectorRegistry()

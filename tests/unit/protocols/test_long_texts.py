@@ -179,9 +179,7 @@ TOO_LONG = "x" * (4 * KIB + 1)
         ("Detokenize", "token_ids", pb.DetokenizeRequest(token_ids=[9] * (4 * KIB + 1))),
     ],
 )
-async def test_texts_above_max_text_bytes_are_refused_by_name_before_they_are_tokenised(
-    method: str, field: str, request_: Any
-) -> None:
+async def test_texts_above_max_text_bytes_are_refused_before_tokenising(method: str, field: str, request_: Any) -> None:
     async with serving(max_text_bytes=4 * KIB) as served:
         call = getattr(stub_of(served), method)(request_)
         error = await refusal(call.read() if method == "Generate" else call)

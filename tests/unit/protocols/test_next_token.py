@@ -152,9 +152,7 @@ BAD_REQUESTS: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("fields", "field", "message"), BAD_REQUESTS)
-async def test_next_token_names_the_field_when_a_request_is_bad(
-    fields: dict[str, Any], field: str, message: str
-) -> None:
+async def test_next_token_names_the_field_of_a_bad_request(fields: dict[str, Any], field: str, message: str) -> None:
     async with serving(scorer=fake_scorer()) as served:
         error = await refusal(stub_of(served).NextToken(pb.NextTokenRequest(**fields)))
     assert (error.code(), details_of(error).field) == (grpc.StatusCode.INVALID_ARGUMENT, field)

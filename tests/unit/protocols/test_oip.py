@@ -55,9 +55,7 @@ async def test_batch_of_texts_gets_the_answers_of_each_text_alone(is_typed: bool
 @pytest.mark.parametrize("datatype", ["INT32", "INT64", "UINT32"])
 @pytest.mark.parametrize("is_typed", [False, True])
 @pytest.mark.parametrize("leading", [(), (1,)])
-async def test_source_of_token_ids_is_answered_with_token_ids(
-    datatype: str, is_typed: bool, leading: tuple[int, ...]
-) -> None:
+async def test_token_ids_are_answered_with_token_ids(datatype: str, is_typed: bool, leading: tuple[int, ...]) -> None:
     async with serving() as served:
         inputs = {"input_ids": (datatype, (*leading, len(SOURCE)), SOURCE)}
         response = await oip_stub(served).ModelInfer(infer_request(inputs, ["output_ids"], is_typed=is_typed))

@@ -386,9 +386,7 @@ def by_stage(*arguments: Any, **options: Any) -> dict[Stage, StageDistribution]:
 
 
 @given(seed=st.integers(0, 10**6), warp=WARPS, is_edited=st.booleans())
-def test_every_stage_is_a_distribution_over_tokens_that_the_stage_before_kept(
-    seed: int, warp: Warp, is_edited: bool
-) -> None:
+def test_every_stage_is_a_distribution_over_tokens_kept_before(seed: int, warp: Warp, is_edited: bool) -> None:
     logprobs = logprobs_of(seed)
     stages = sampling_stages(logprobs, edited(logprobs, seed) if is_edited else logprobs, warp)
     assert [found.stage for found in stages] == list(Stage)

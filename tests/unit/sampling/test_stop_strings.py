@@ -39,9 +39,7 @@ def pieces_of(ids: list[int], sizes: list[int]) -> list[list[int]]:
 @example("aabaab", ["aab", "abaa"], [1, 1, 1])
 @example("abababc", ["ababc", "bab"], [])
 @example("aaab", ["ab", "aab", "b"], [2])
-def test_filter_returns_exactly_the_text_before_the_first_stop_string(
-    text: str, stops: list[str], sizes: list[int]
-) -> None:
+def test_filter_returns_the_text_before_the_first_stop_string(text: str, stops: list[str], sizes: list[int]) -> None:
     ids = TOKENIZER.encode(text)
     filtered = StopFilter(stops, TOKENIZER.stream())
     let_out = ""

@@ -100,9 +100,7 @@ def test_preemption_takes_batch_requests_before_interactive_ones(loop: asyncio.A
 
 
 @pytest.mark.parametrize("kind", ["beams", "samples"])
-def test_preemption_spares_requests_that_have_all_the_blocks_they_need(
-    loop: asyncio.AbstractEventLoop, kind: str
-) -> None:
+def test_preemption_spares_requests_with_all_the_blocks_they_need(loop: asyncio.AbstractEventLoop, kind: str) -> None:
     params = {
         "beams": SamplingParams(max_new_tokens=18, beam_width=2),
         "samples": SamplingParams(max_new_tokens=18, temperature=1.0, num_return_sequences=2),
@@ -139,7 +137,7 @@ def test_preemption_spares_a_single_request_that_fills_the_pool(loop: asyncio.Ab
     assert bench.sample("preemptions_total") == 0
 
 
-def test_request_that_could_never_fit_is_refused_although_its_first_blocks_would(
+def test_request_that_never_fits_is_refused_although_its_first_blocks_would(
     loop: asyncio.AbstractEventLoop,
 ) -> None:
     bench = Bench(loop, num_blocks=6)
@@ -277,9 +275,7 @@ def num_generated(events: Iterable[TokenEvent]) -> int:
 
 @settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 2**32), num_blocks=st.integers(9, 20), max_rows=st.integers(3, 8))
-def test_preempted_requests_of_a_random_crowd_get_their_uninterrupted_answers(
-    seed: int, num_blocks: int, max_rows: int
-) -> None:
+def test_preempted_requests_of_a_crowd_get_uninterrupted_answers(seed: int, num_blocks: int, max_rows: int) -> None:
     dice = random.Random(seed)
     with closing(asyncio.new_event_loop()) as loop:
         crowded = Bench(loop, max_rows=max_rows, num_blocks=num_blocks, reads_history=True)

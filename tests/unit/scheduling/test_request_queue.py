@@ -196,9 +196,7 @@ def drain(queue: RequestQueue, now_s: float = 0.0) -> list[str]:
     arrivals=st.lists(st.tuples(st.integers(0, 3), st.booleans(), st.integers(1, 30), st.booleans()), max_size=60),
     counts=st.lists(st.integers(1, 9), min_size=60, max_size=60),
 )
-def test_request_queue_serves_in_the_order_of_peek(
-    arrivals: list[tuple[int, bool, int, bool]], counts: list[int]
-) -> None:
+def test_request_queue_serves_in_order_of_peek(arrivals: list[tuple[int, bool, int, bool]], counts: list[int]) -> None:
     """`peek` returns the order of service; requests of one client and priority keep their order."""
     with closing(asyncio.new_event_loop()) as loop:
         queue, make = queue_of(max_requests=99, max_source_tokens=9999), Maker(loop)
@@ -490,9 +488,7 @@ async def test_admission_accepts_every_id_of_either_vocabulary() -> None:
 
 
 @pytest.mark.parametrize(("source", "prefix", "field", "highest"), [(80, 0, "source", 79), (79, 64, "prefix", 63)])
-async def test_admission_names_the_vocabulary_when_an_id_is_outside_it(
-    source: int, prefix: int, field: str, highest: int
-) -> None:
+async def test_admission_names_the_vocabulary_of_a_wrong_id(source: int, prefix: int, field: str, highest: int) -> None:
     with pytest.raises(InvalidArgument, match=f"{field} .*from 0 to {highest}"):
         check(source, prefix)
 

@@ -70,7 +70,7 @@ def test_other_caller_starts_within_a_few_steps_when_one_request_has_every_row(b
     assert len(bench.outputs(many)) == ROWS
 
 
-def test_other_caller_starts_within_a_few_steps_beside_many_requests_of_one_caller(
+def test_other_caller_starts_within_a_few_steps_beside_many_requests(
     loop: asyncio.AbstractEventLoop,
 ) -> None:
     bench = Bench(loop, max_rows=ROWS, num_blocks=BLOCKS)
@@ -225,9 +225,7 @@ def test_blocks_are_taken_from_the_caller_with_the_most_blocks(loop: asyncio.Abs
 
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**32), max_rows=st.integers(4, 10), num_blocks=st.sampled_from([24, 60, 160]))
-def test_requests_of_a_random_crowd_of_callers_get_the_answers_of_each_alone(
-    seed: int, max_rows: int, num_blocks: int
-) -> None:
+def test_requests_of_a_crowd_of_callers_get_the_answers_alone(seed: int, max_rows: int, num_blocks: int) -> None:
     dice = random.Random(seed)
     with closing(asyncio.new_event_loop()) as loop:
         crowded = Bench(loop, max_rows=max_rows, num_blocks=num_blocks, reads_history=True)

@@ -131,9 +131,7 @@ async def test_nothing_is_offered_when_the_port_presents_another_certificate(aut
         await followed.certificates.close()
 
 
-async def test_nothing_is_offered_when_the_port_does_not_answer(
-    authority: Authority, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_nothing_is_offered_to_a_silent_port(authority: Authority, caplog: pytest.LogCaptureFixture) -> None:
     followed = Followed(authority)
     with socket.socket() as silent:  # bound, so that no other process takes the port, and not listening
         silent.bind(("127.0.0.1", 0))
@@ -232,9 +230,7 @@ async def is_shown(address: str, port: int, pair: Pair, refusals: tuple[type[OSE
                 shown = await asyncio.to_thread(ssl.get_server_certificate, (address, port), timeout=PATIENCE_S)
 
 
-async def test_renewal_waits_until_the_port_accepts_connections(
-    authority: Authority, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_renewal_waits_for_a_port_that_accepts(authority: Authority, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "antiphon")
     pair, new = authority.server(), authority.server()
     async with serving(tls_cert=pair.cert, tls_key=pair.key, max_connections=2) as served:

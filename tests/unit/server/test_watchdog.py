@@ -79,9 +79,7 @@ async def bench() -> AsyncIterator[Bench]:
     await asyncio.to_thread(bench.engine.stop)
 
 
-async def test_watchdog_fails_liveness_while_a_step_does_not_end(
-    bench: Bench, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_watchdog_fails_liveness_while_a_step_hangs(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
     stream = bench.ask()
     assert await asyncio.to_thread(bench.gate.reached.wait, 30)
     bench.clock.advance(TIMEOUT_S)
@@ -202,9 +200,7 @@ def test_warm_up_names_the_graph_whose_outputs_are_not_finite(monkeypatch: pytes
 
 
 @pytest.mark.parametrize("part", ["encoder", "decoder"])
-def test_load_names_the_file_of_a_graph_whose_outputs_are_not_finite(
-    monkeypatch: pytest.MonkeyPatch, part: str
-) -> None:
+def test_load_names_the_graph_file_whose_outputs_are_not_finite(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
     def fail(runner: object) -> None:
         raise NotFinite(part)
 

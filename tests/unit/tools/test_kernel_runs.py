@@ -111,9 +111,7 @@ def test_native_library_refuses_unknown_kernels_itself() -> None:
     assert table(b"portable") is not None
 
 
-def test_runs_without_a_compiler_or_a_checkout_are_refused_with_the_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_runs_without_compiler_or_checkout_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_runs, "_LIBRARY", tmp_path / "kernel_runs.so")
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(KernelError, match="cannot be compiled: no C\\+\\+ compiler: no-such-compiler is not there"):

@@ -202,9 +202,7 @@ ANY = Rules(window_s=0, select="Max", policies=(Policy(kind="Percent", value=10_
 
 
 @pytest.mark.parametrize(("current", "value", "target", "expected"), RATIOS)
-def test_desired_replicas_follow_the_documented_formula(
-    current: int, value: float, target: float, expected: int
-) -> None:
+def test_desired_replicas_follow_the_formula(current: int, value: float, target: float, expected: int) -> None:
     assert desired_by_ratio(current, value, target) == expected
     assert desired_by_average(current, current * value, target) == expected
 

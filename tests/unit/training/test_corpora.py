@@ -160,9 +160,7 @@ BOOK = ["EMMA", "", "CHAPTER I", "", "Emma was", "handsome.", "", "She was cleve
         ),
     ],
 )
-def test_readers_give_the_prose_of_each_document(
-    reader: ReaderName, content: bytes, documents: list[list[str]]
-) -> None:
+def test_readers_give_prose_of_each_document(reader: ReaderName, content: bytes, documents: list[list[str]]) -> None:
     assert READERS[reader](content) == documents
 
 

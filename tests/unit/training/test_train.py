@@ -306,9 +306,7 @@ def test_training_continues_from_a_bundle(tmp_path: Path, precision: Precision) 
     assert load_checkpoint(tmp_path / "again/averaged").provenance == load_checkpoint(averaged).provenance
 
 
-def test_training_from_a_damaged_bundle_ends_with_exit_code_2(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_training_from_a_damaged_bundle_exits_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     checkpoint = load_checkpoint(train(tmp_path, "run", max_steps=1, checkpoint_every_steps=1))
     bundle = export_bundle(checkpoint, tmp_path / "bundle", precisions=("float32",), explain=False)
     bundle.file("weights.native.float32.bin").write_bytes(b"short")
