@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
-from antiphon.export.weights import pack_float, pack_int8, unpack_int8, unpack_weight
+from antiphon.bundle.manifest import Precision
+from antiphon.export.weights import pack_float, unpack_weight
 from antiphon.ops.activations import ACTIVATIONS
 from antiphon.ops.operator import NODE_PREFIXES, Operator, torch_operator
 from antiphon.ops.operators.sample import SAMPLE
@@ -120,28 +121,28 @@ def quantised_rows(x: Floats) -> tuple[NDArray[np.int32], Floats]:
     return np.rint(x * inverse).astype(np.int32), size / levels
 
 
+@pytest.mark.parametrize("precision", ["int8", "int4"])
 @EXAMPLES
 @given(
     st.integers(1, 70), st.integers(1, 150), st.integers(1, 100), st.sampled_from([*ACTIVATIONS]), st.booleans(),
     st.booleans(),
 )  # fmt: skip
-def test_quantized_linear_equals_integer_arithmetic(
-    rows: int, inputs: int, outputs: int, activation: str, has_bias: bool, positive: bool
+def test_integer_product_equals_integer_arithmetic(
+    precision: Precision, rows: int, inputs: int, outputs: int, activation: str, has_bias: bool, positive: bool
 ) -> None:
     x, weight = normal(rows, inputs) * np.geomspace(1e-4, 1e3, rows, dtype=np.float32)[:, None], normal(outputs, inputs)
     x = np.abs(x) if positive else x
-    bias = normal(outputs) if has_bias else None
-    packed = pack_int8(weight)
-    arrays = {"x": x, **packed_weight(weight, "int8"), "bias": bias}
-    (found,) = run_node("QuantizedLinear", arrays, width=outputs, activation=activation)
-    (alone,) = run_node("QuantizedLinear", {**arrays, "x": x[-1:]}, width=outputs, activation=activation)
+    bias, parts = normal(outputs) if has_bias else None, packed_weight(weight, precision)
+    node, arrays = f"{NODE_PREFIXES[precision]}Linear", {"x": x, **parts, "bias": bias}
+    (found,) = run_node(node, arrays, width=outputs, activation=activation)
+    (alone,) = run_node(node, {**arrays, "x": x[-1:]}, width=outputs, activation=activation)
     np.testing.assert_array_equal(alone, found[-1:])
     integers, steps = quantised_rows(x)
-    columns, scales = unpack_int8(packed.integers, outputs, inputs).astype(np.int32), packed.scales[:outputs]
-    product = (integers @ columns.T) * scales * steps + (0 if bias is None else bias)
+    stored = unpack_weight([part for part in parts.values() if part is not None], precision, outputs, inputs)
+    product = integers @ stored.T.astype(np.float64) * steps + (0 if bias is None else bias)
     expected = ACTIVATIONS[activation](given_tensor(product.astype(np.float32))).numpy()
     # An activation between two levels can be rounded either way: rarely, and by one level.
-    level = steps * scales * 127
+    level = steps * np.abs(stored).max(axis=1)
     assert (np.abs(found - expected) <= 1e-5 * np.abs(product) + 1.2 * level + 1e-6).all()
     exact = np.isclose(found, expected, rtol=1e-4, atol=1e-5 * np.abs(product).max())
     assert exact.mean() > 0.9

@@ -1,7 +1,7 @@
 """Operators for whole sublayers give the bits of separate products, attention and norm, at every precision.
 
 The attention and the gate between the products are those of a float32 sublayer with identities as products. All are
-compared with their eager references in test_native_ops.py and test_native_nibbles.py.
+compared with their eager references in test_native_ops.py.
 """
 
 from __future__ import annotations
