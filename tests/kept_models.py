@@ -6,6 +6,7 @@ import fcntl
 import hashlib
 import shutil
 import tempfile
+import time
 from collections.abc import Callable
 from functools import cache
 from importlib.metadata import version
@@ -13,6 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "build" / "test-models"
+KEPT_S = 24 * 3600
 
 
 def kept_model(name: str, write: Callable[[Path], object]) -> Path:
@@ -22,7 +24,6 @@ def kept_model(name: str, write: Callable[[Path], object]) -> Path:
     code of the model packages and this folder of tests.
     """
     folder = FOLDER / _code() / name
-    folder.parent.mkdir(parents=True, exist_ok=True)
     with (folder.parent / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not folder.exists():
@@ -38,13 +39,16 @@ def kept_model(name: str, write: Callable[[Path], object]) -> Path:
 
 @cache
 def _code() -> str:
-    """Return a digest of the code that writes models, and remove what other code has written."""
+    """Return a digest of the code that writes models, and remove what other code wrote and no run used for a day."""
     digest = hashlib.sha256(f"{version('torch')} {version('onnxscript')}".encode())
     sources = [*ROOT.glob("model/antiphon/**/*.py"), *ROOT.glob("model/antiphon/ops/*.so"), *ROOT.glob("tests/**/*.py")]
     for path in sorted(path for path in sources if "lab" not in path.parts and not path.name.startswith("test_")):
         digest.update(str(path.relative_to(ROOT)).encode() + path.read_bytes())
     code = digest.hexdigest()[:16]
-    for other in FOLDER.glob("*"):
-        if other.name != code:
+    own = FOLDER / code
+    own.mkdir(parents=True, exist_ok=True)
+    own.touch()
+    for other in FOLDER.iterdir():
+        if time.time() - other.stat().st_mtime > KEPT_S:
             shutil.rmtree(other, ignore_errors=True)
     return code

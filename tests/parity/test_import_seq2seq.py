@@ -22,7 +22,7 @@ from antiphon.export.bundle_model import run_native
 from antiphon.rpc.v1.options import own_defaults
 from antiphon.runtime.native import NativeRunner
 from tests.fakes import request_of
-from tests.marks import combinations
+from tests.marks import combinations, mostly
 from tests.parity.answers_together import answer
 from tests.parity.exports import native_stepper
 from tests.parity.seq2seq_checkpoints import CHECKPOINTS, save
@@ -57,9 +57,13 @@ def import_to(folder: Path, target: Path, *options: str) -> Bundle:
 
 # These differ from others only in their tokenizers. Tests below import them from other kinds of files.
 RELATIVES = {"mbart50", "nllb", "byt5"}
+# One checkpoint of each class of transformers.
+FAMILIES = ("marian", "t5", "bart", "mbart", "pegasus", "m2m100")
 
 
-@pytest.fixture(scope="module", params=[name for name in CHECKPOINTS if name not in RELATIVES])
+@pytest.fixture(
+    scope="module", params=mostly(combinations, [name for name in CHECKPOINTS if name not in RELATIVES], but=FAMILIES)
+)
 def imported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Imported:
     folder = tmp_path_factory.mktemp(request.param)
     save(folder / "theirs", request.param)

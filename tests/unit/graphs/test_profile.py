@@ -11,6 +11,7 @@ from antiphon.bundle.memory_fit import Measurement, fit_memory
 from antiphon.export import profile
 from antiphon.ops.workspace import Workspace
 from antiphon.runtime.native import NativeRunner
+from tests.marks import combinations
 from tests.unit.graphs.conftest import LONGEST
 
 
@@ -104,6 +105,7 @@ def test_fit_of_packed_graphs_has_no_quadratic_term() -> None:
     assert fit.b > 200
 
 
+@combinations
 def test_profile_of_a_random_model_measures_both_encoders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The native encoder's workspace follows its tokens, the eager one's their square."""
     plot = tmp_path / "plot.png"
@@ -132,6 +134,7 @@ def test_profile_refuses_a_wrong_random_model_in_one_line(
     assert message in line
 
 
+@combinations
 def test_profile_omits_runs_that_exceed_memory(own_bundle: Bundle, capsys: pytest.CaptureFixture[str]) -> None:
     grid = profile.Grid(lengths=(16, 32, 64, LONGEST), rows=(1,), threads=1, budget_bytes=1 << 20)
     measurements = profile.measure_bundle(own_bundle, grid)
@@ -141,6 +144,7 @@ def test_profile_omits_runs_that_exceed_memory(own_bundle: Bundle, capsys: pytes
     assert Workspace().stats().limit_bytes == 0
 
 
+@combinations
 def test_profile_refuses_a_budget_that_is_too_small(bundle: Bundle) -> None:
     grid = profile.Grid(lengths=(16, 400, LONGEST), rows=(1,), threads=1, budget_bytes=1 << 20)
     with pytest.raises(profile.ProfileError, match="fewer than 3 fit in memory for eager-float32"):

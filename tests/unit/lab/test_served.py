@@ -22,6 +22,9 @@ from antiphon.lab.served import (
     serving,
 )
 from tests.encoder_recipes import VERBS, command, fine_tune_recipe, pretrained
+from tests.marks import training
+
+pytestmark = training
 
 BUNDLE = Path(__file__).parents[3] / "model/antiphon/bundles/en-de"
 
