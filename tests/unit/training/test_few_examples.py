@@ -20,7 +20,6 @@ from antiphon.training.scores import Span, SpanScore, span_score, spans
 from antiphon.training.task import RunFolders
 from antiphon.training.trainer import Trainer
 from tests.encoder_recipes import GROUP, fine_tune_recipe, pretrained
-from tests.marks import combinations
 
 torch.set_num_threads(1)  # arrays this small are slower with several threads
 DATA = os.environ.get("ANTIPHON_DATA")

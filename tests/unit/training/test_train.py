@@ -32,6 +32,7 @@ from antiphon.transformer.greedy import greedy
 from antiphon.transformer.layers import SelfAttention
 from antiphon.transformer.random_model import random_transformer
 from antiphon.transformer.transformer import Transformer
+from tests.marks import training
 from tests.recipe_files import check_equal_weights, killed_at, write_recipe
 
 torch.set_num_threads(1)  # arrays this small are slower with several threads
@@ -47,7 +48,6 @@ from antiphon.checkpoints.checkpoint import weights_of
 from antiphon.training.recipe import Recipe
 from antiphon.training.task import Group
 from antiphon.training.trainer import Trainer
-from tests.marks import training
 
 folder = Path(sys.argv[1])
 recipe = Recipe.model_validate_json((folder / "recipe.json").read_text())
