@@ -154,7 +154,8 @@ BOOK = ["EMMA", "", "CHAPTER I", "", "Emma was", "handsome.", "", "She was cleve
         (
             "dict",
             gzip.compress(
-                b"hack\n\n   1. {Quick} work\n   is done.\n\n   2. It ends.\n\nhacker\n n.\n\n    Someone.\n"
+                b"hack\n\n   1. {Quick} work\n   is done.\n\n   2. It ends.\n\nhacker\n n.\n\n    Someone.\n",
+                mtime=0,  # the same test in every worker
             ),
             [["1. Quick work is done.", "2. It ends."], ["n.", "Someone."]],
         ),
