@@ -42,11 +42,12 @@ def is_built(name: str) -> bool:
 
 
 def packaged_sources() -> Iterator[str]:
-    """Return the wheel's names of all source files; it contains the native library, but no C++ sources."""
+    """Return the wheel's names of all source files; it contains no C++ sources and no model cards of recipes."""
     for root in SOURCE_ROOTS:
         for path in (ROOT / root / "antiphon").rglob("*"):
             name = path.relative_to(ROOT / root).as_posix()
-            if path.is_file() and not is_built(name) and "/native/" not in name:
+            is_left_out = "/native/" in name or ("/recipes/" in name and path.suffix == ".md")
+            if path.is_file() and not is_built(name) and not is_left_out:
                 yield name
 
 
