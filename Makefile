@@ -31,7 +31,7 @@ JOBS ?= 2
 PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 # The marks of tests that only `make test-all` runs; pyproject.toml explains them.
 REST := combinations or training or programs or hardship or pages
-# Compilers other than ours may warn of more: only tests and `make lint` take a warning for an error, and note that none is left.
+# Other compilers may warn of more: a warning is an error for tests and `make lint` only. They note that none is left.
 test test-all lint: STRICT := -Werror
 WARNED := $(VENV)/.no-warnings
 # Prints what runs, how long it took last time, and how long this time.
@@ -53,7 +53,7 @@ endif
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help setup serve play play-pictures watch test test-all test-cuda test-pythons cuda-tools kernels gpu-bench oip-clients deploy-tools browser soak mutants sanitize reliability crowd endurance abuse \
-	overload faults balancing balancing-bench fuzz lint warnings layout stubs wheel image image-base image-check alerts-check lock clean
+	overload faults balancing balancing-bench fuzz lint layout stubs wheel image image-base image-check alerts-check lock clean
 
 help: ## Show this list.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -69,12 +69,12 @@ play: setup ## Serve, and show the model at work on a page: http://127.0.0.1:805
 watch: setup ## Serve, with Prometheus and alerts, without containers. ARGS="--prometheus-port 9095" passes options.
 	@exec $(BIN)/python deploy/laptop/watch.py $(ARGS)
 
-test: lint oip-clients browser ## Run lint, types and the tests that tell within minutes whether all works. ARGS="-k scheduler": these, of all tests.
-	@$(TIMED) "pytest, without what only test-all runs" $(PYTEST) $(or $(ARGS),-m "not ($(REST))")
+test: lint oip-clients browser ## Run lint, types and, within minutes, the main tests. ARGS="-k scheduler" runs others instead.
+	@$(if $(ARGS),$(PYTEST) $(ARGS),$(TIMED) "pytest, without what only test-all runs" $(PYTEST) -m "not ($(REST))")
 
 # What `make test` runs comes first, so that most failures show within minutes; then only the rest.
-test-all: test deploy-tools ## Run lint, types and all tests, with every Python that PATH has: CONTRIBUTING.md.
-	@$(TIMED) "pytest, what only test-all runs" $(PYTEST) $(or $(ARGS),-m "$(REST)")
+test-all: deploy-tools test ## Run lint, types and all tests, with every Python that PATH has. ARGS as for test, with all tools.
+	@$(if $(ARGS),,$(TIMED) "pytest, what only test-all runs" $(PYTEST) -m "$(REST)")
 	@$(if $(ARGS),,$(MAKE) --no-print-directory test-pythons test-cuda)
 
 test-cuda: cuda-tools ## Test the operators for GPUs in Triton's interpreter, without a card. ARGS="-k sample"
@@ -155,13 +155,10 @@ abuse: $(VENV)/.test-tools ## Attack a server while honest clients use it, under
 	@$(BIN)/python -m tests.abuse --minutes $(or $(MINUTES),60) --tls --rotate-s 60 $(ARGS)
 
 lint: $(VENV)/.test-tools ## Run ruff, import-linter, mypy and the C++ compiler's warnings only.
-	@[ $(WARNED) -nt $(VENV)/.installed ] || $(MAKE) --no-print-directory warnings
+	@[ -e $(WARNED) -a ! $(VENV)/.installed -nt $(WARNED) ] || { CXX="$(CXX)" CXXFLAGS="$(CXXFLAGS) -Werror" \
+		$(TIMED) --silent "$(firstword $(CXX)) -Werror" $(BIN)/python hatch_build.py && touch $(WARNED); }
 	@$(TIMED) "ruff and import-linter" sh -c '$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-imports'
 	@$(TIMED) --silent "mypy" $(BIN)/mypy
-
-warnings: $(VENV)/.installed
-	@CXX="$(CXX)" CXXFLAGS="$(CXXFLAGS) -Werror" $(TIMED) --silent "$(firstword $(CXX)) -Werror" $(BIN)/python hatch_build.py
-	@touch $(WARNED)
 
 layout: $(VENV)/.test-tools ## Print files, lines and importers of packages and modules. Sets no limits.
 	@$(BIN)/python -m tests.layout

@@ -88,6 +88,7 @@ def _run_area(area: str, options: argparse.Namespace, folder: Path) -> list[Muta
         copy = folder / f"{area}-{job}"
         _copy_checkout(copy)
         sessions.append(_create_session(copy, modules, tests))
+    _cosmic_ray(sessions[0].parent, "baseline", "mutants.toml")  # tests that fail by themselves would notice everything
     chosen = _sample(sessions[0], options.sample, options.seed)
     for job, session in enumerate(sessions):
         _keep(session, chosen[job :: options.jobs])
@@ -109,7 +110,8 @@ def _copy_checkout(target: Path) -> None:
 
 def _create_session(copy: Path, modules: Sequence[str], tests: Sequence[str]) -> Path:
     paths = [f"service/antiphon/{module}" for module in modules]
-    command = f"{sys.executable} -m pytest -x -q -n0 -p no:cacheprovider {' '.join(f'{UNIT}/{test}' for test in tests)}"
+    folders = " ".join(f"{UNIT}/{test}" for test in tests)
+    command = f"{sys.executable} -m pytest -x -q -n0 -p no:cacheprovider -p no:randomly {folders}"
     (copy / "mutants.toml").write_text(
         f"[cosmic-ray]\nmodule-path = {json.dumps(paths)}\ntimeout = {TIMEOUT_S}.0\nexcluded-modules = []\n"
         f'test-command = "{command}"\n[cosmic-ray.distributor]\nname = "local"\n',
@@ -159,8 +161,8 @@ def _results(area: str, session: Path) -> Iterator[Mutant]:
         ).fetchall()
     for path, line, operator, diff, outcome in rows:
         added = [text[1:].strip() for text in (diff or "").splitlines() if text.startswith("+") and text[1:2] != "+"]
-        is_caught = outcome != "SURVIVED"
-        yield Mutant(area, path, line, " ".join(added) or operator, is_caught)
+        if outcome != "INCOMPETENT":  # not even valid Python
+            yield Mutant(area, path, line, " ".join(added) or operator, outcome == "KILLED")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from tests.abuse.identities import Identities
 from tests.abuse.raw_connection import Address
 from tests.abuse.trial import attacked
 from tests.integration.process import ServerProcess
-from tests.marks import hardship, mostly
+from tests.marks import marked
 from tests.reliability.asking import Texts
 
 # Connections before their first call are closed only by the handshake's time limit, which is far longer than this.
@@ -45,13 +45,13 @@ def size_of(name: str) -> Size:
     return SHORT if name in HANDSHAKES else SIZE
 
 
-@pytest.mark.parametrize("name", mostly(hardship, attacks(None), but=ONE_OF_EACH_KIND))
+@pytest.mark.parametrize("name", marked(attacks(None), "hardship", but=ONE_OF_EACH_KIND))
 async def test_server_survives_an_attack_and_answers_others(server: ServerProcess, honest: Honest, name: str) -> None:
     attack, address = attacks(None)[name], Address(port=server.port)
     await check(server, honest, lambda: attack(address, size_of(name)))
 
 
-@hardship
+@pytest.mark.hardship
 @pytest.mark.parametrize("name", BEHIND_TLS)
 async def test_server_with_tls_survives_an_attack_and_answers_honest_clients(
     secured: ServerProcess, honest_behind_tls: Honest, identities: Identities, name: str
@@ -60,7 +60,7 @@ async def test_server_with_tls_survives_an_attack_and_answers_honest_clients(
     await check(secured, honest_behind_tls, lambda: attack(address, size_of(name)))
 
 
-@hardship
+@pytest.mark.hardship
 async def test_server_answers_connected_clients_when_its_descriptors_are_used_up(expected: dict[int, Texts]) -> None:
     """100 connections with a limit of 96 open files: connected clients are answered, others when idle ones are gone."""
     with ServerProcess(SHIPPED_BUNDLE, prefix=("prlimit", "--nofile=96:96")) as server:

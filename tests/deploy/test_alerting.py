@@ -11,9 +11,8 @@ import pytest
 from tests.deploy.faults import killed, stuck
 from tests.deploy.proof import Fault, prove
 from tests.deploy.watching import Watch, watching
-from tests.marks import programs
 
-pytestmark = programs
+pytestmark = pytest.mark.programs
 
 # Five minutes become two and a half seconds. With shorter times the shortest range, 2 minutes, has under four scrapes.
 SCALE = 120

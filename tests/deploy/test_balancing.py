@@ -13,9 +13,8 @@ import pytest
 from tests.deploy.balancers import NAMES, Balancer, balancer
 from tests.deploy.calls import Traffic, expected_answers, traffic_through
 from tests.deploy.replicas import Replicas
-from tests.marks import programs
 
-pytestmark = programs
+pytestmark = pytest.mark.programs
 
 NUM_REPLICAS = [int(number) for number in os.environ.get("ANTIPHON_BALANCING_REPLICAS", "2").split(",")]
 NUM_CALLS = int(os.environ.get("ANTIPHON_BALANCING_CALLS", "200"))

@@ -11,9 +11,8 @@ import yaml
 from tests.deploy.image_check import kube
 from tests.deploy.manifests import kubectl
 from tests.deploy.tools import ROOT
-from tests.marks import programs
 
-pytestmark = programs
+pytestmark = pytest.mark.programs
 
 COMPONENTS = ("bundle-pvc", "bundle-s3", "bundle-image")
 Objects = dict[tuple[str, str], Any]

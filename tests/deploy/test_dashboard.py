@@ -13,10 +13,9 @@ from deploy.dashboards.dashboard import rendered
 from tests.deploy.dashboard import FILE, committed, expressions, panels
 from tests.deploy.scraping import PACKAGE
 from tests.deploy.tools import ROOT, tool
-from tests.marks import programs
 from tests.unit.observability.test_metrics import documented
 
-pytestmark = programs
+pytestmark = pytest.mark.programs
 
 RULES = ROOT / "deploy" / "alerts" / "rules"
 # Metrics that are neither on the dashboard nor in a rule, with the reasons.

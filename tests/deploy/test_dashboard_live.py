@@ -13,9 +13,8 @@ from tests.deploy.busy import LENGTHS, busy
 from tests.deploy.dashboard import Expression, expressions, of_panel, panels
 from tests.deploy.scraping import Prometheus, prometheus
 from tests.integration.process import ServerProcess
-from tests.marks import programs
 
-pytestmark = programs
+pytestmark = pytest.mark.programs
 
 T2 = "T²: attention workspace"
 

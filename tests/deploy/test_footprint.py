@@ -14,10 +14,9 @@ from antiphon.tools.capacity.size_report import SCRAPE_BYTES, SCRAPE_SAMPLES
 from antiphon.v1 import inference_pb2 as pb
 from antiphon.v1.inference_pb2_grpc import InferenceServiceStub
 from tests.integration.process import PATIENCE_S, ServerProcess
-from tests.marks import programs
 from tests.reliability.footprint import peak_bytes
 
-pytestmark = programs
+pytestmark = pytest.mark.programs
 
 # One client can fill three quarters of the queue.
 WAITING = 700

@@ -12,9 +12,8 @@ import pytest
 from antiphon.client import Client
 from tests.deploy.tools import ROOT
 from tests.integration import process
-from tests.marks import programs
 
-pytestmark = programs
+pytestmark = pytest.mark.programs
 
 PRUNED = (ROOT / "deploy" / "prune.txt").read_text().split()
 # Runs in place of `-m antiphon.cli`: an import of one of the names raises ModuleNotFoundError.

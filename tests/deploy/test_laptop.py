@@ -17,9 +17,8 @@ from antiphon.server.settings import ServerConfig
 from tests.deploy.scraping import PACKAGE, PATIENCE_S, Prometheus, free_port
 from tests.deploy.tools import ROOT, tool
 from tests.integration.process import environment
-from tests.marks import programs
 
-pytestmark = programs
+pytestmark = pytest.mark.programs
 
 LAPTOP = ROOT / "deploy" / "laptop"
 COMPOSE = LAPTOP / "compose.yaml"

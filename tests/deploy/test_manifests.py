@@ -24,9 +24,8 @@ from tests.deploy.manifests import (
     settings,
 )
 from tests.deploy.tools import ROOT
-from tests.marks import programs
 
-pytestmark = programs
+pytestmark = pytest.mark.programs
 
 # Clients can read complete answers for 5 s after the grace (docs/RELIABILITY.md), and then the process closes.
 CLOSING_S = 15

@@ -17,9 +17,8 @@ from antiphon.server.settings_sources import flag_of
 from tests.certificates import Authority
 from tests.deploy.manifests import DEPLOY, RENDERINGS, Manifest, of_kind, pods, rendered, settings
 from tests.integration.process import PATIENCE_S, ServerProcess, antiphon
-from tests.marks import programs
 
-pytestmark = programs
+pytestmark = pytest.mark.programs
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 METRIC = re.compile(r"\bantiphon_[a-z_]+")

@@ -14,9 +14,8 @@ import yaml
 from tests.deploy import schemas
 from tests.deploy.manifests import BY_HAND, COMPONENTS, DEPLOY, OVERLAYS, RENDERINGS, Manifest, load, rendered
 from tests.deploy.tools import tool
-from tests.marks import programs
 
-pytestmark = programs
+pytestmark = pytest.mark.programs
 
 KUBERNETES = "1.33"
 

@@ -20,9 +20,8 @@ from tests.deploy.schemas import validate
 from tests.deploy.tools import ROOT, tool
 from tests.deploy.watching import ALERTMANAGER, PROMETHEUS
 from tests.integration.process import ServerProcess
-from tests.marks import programs
 
-pytestmark = programs
+pytestmark = pytest.mark.programs
 
 HERE = Path(__file__).parent
 FILES = sorted(RULES.glob("*.yaml"))

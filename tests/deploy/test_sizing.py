@@ -19,9 +19,8 @@ from antiphon.server.workers.division import suggested_workers
 from tests.deploy.manifests import kubectl
 from tests.deploy.tools import ROOT
 from tests.manifests import edit_manifest
-from tests.marks import programs
 
-pytestmark = programs
+pytestmark = pytest.mark.programs
 
 COMPONENT = ROOT / "deploy" / "components" / "cpu" / "kustomization.yaml"
 

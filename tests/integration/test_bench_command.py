@@ -14,9 +14,8 @@ from antiphon.bundle.manifest import load_bundle
 from antiphon.tools.bench.corpus import everyday
 from antiphon.tools.bench.setup import Setup
 from tests.integration.process import antiphon, environment
-from tests.marks import combinations
 
-pytestmark = combinations
+pytestmark = pytest.mark.combinations
 
 SENTENCES = "Eine Katze liest ein Buch.\nThe old man sees the bridge in the rain.\n"
 REFERENCES = "A cat reads a book.\nDer alte Mann sieht die Brücke im Regen.\n"

@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 import hatch_build
-from tests.marks import combinations
 
 pytestmark = [
-    combinations,
+    pytest.mark.combinations,
     pytest.mark.skipif(not (Path(sysconfig.get_path("include")) / "Python.h").exists(), reason="no headers of Python"),
 ]
 

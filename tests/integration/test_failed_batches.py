@@ -11,9 +11,8 @@ from h2.settings import SettingCodes
 
 from antiphon.rpc.grpc_fixes.batches import free_failed_batches
 from tests.abuse.raw_connection import Address, RawConnection
-from tests.marks import hardship
 
-pytestmark = hardship
+pytestmark = pytest.mark.hardship
 
 METHOD = "test.Test/Echo"
 NO_WINDOW = {SettingCodes.INITIAL_WINDOW_SIZE: 0}

@@ -9,17 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import peft
+import pytest
 import torch
 import transformers
 
 from antiphon.bundle.manifest import load_bundle
 from antiphon.cli import main as cli
 from tests.bundle_serving import serving_bundle
-from tests.marks import training
 from tests.parity.encoder_checkpoints import write_checkpoint
 from tests.parity.seq2seq_checkpoints import TEXTS, save
 
-pytestmark = training
+pytestmark = pytest.mark.training
 
 DOCUMENT = Path(__file__).parents[2] / "docs/IMPORT.md"
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", DOCUMENT.read_text(encoding="utf-8"), re.M | re.S)

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.integration.process import ANTIPHON, PATIENCE_S, ServerProcess, environment
-from tests.marks import hardship
 
 FULL = Path("/dev/full")
-pytestmark = [hardship, pytest.mark.skipif(not FULL.exists(), reason="there is no /dev/full")]
+pytestmark = [pytest.mark.hardship, pytest.mark.skipif(not FULL.exists(), reason="there is no /dev/full")]
 UNREAD = "standard output cannot be written: No space left on device"
 # With and without Python's buffer for printed text.
 AT_ONCE, GATHERED = {"PYTHONUNBUFFERED": "1"}, {"PYTHONUNBUFFERED": ""}

@@ -15,7 +15,6 @@ import pytest
 from antiphon.client import Client, Options
 from tests.integration.conftest import SENTENCES
 from tests.integration.process import ANTIPHON, PATIENCE_S, ServerProcess, antiphon, environment
-from tests.marks import combinations
 
 SHORT = ("--max-new-tokens", "12")
 _LINE_ENDS = dict.fromkeys(map(ord, "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"), " ")
@@ -54,7 +53,7 @@ def test_generate_prints_one_line_for_each_line_in_order(server: ServerProcess) 
     assert lines_of(result.stdout) == expected_lines(server, texts)
 
 
-@combinations
+@pytest.mark.combinations
 @pytest.mark.parametrize("stdin", [b"", b"\n", b"\n\n\n"])
 def test_generate_prints_an_empty_line_for_an_empty_line(server: ServerProcess, stdin: bytes) -> None:
     assert generate(server, stdin=stdin).stdout == stdin
@@ -72,7 +71,7 @@ def test_generate_names_failed_lines_and_continues(server: ServerProcess) -> Non
     assert result.returncode == 1
 
 
-@combinations
+@pytest.mark.combinations
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -101,7 +100,7 @@ def outputs_of(server: ServerProcess, text: str, **options: Any) -> list[str]:
         return [output.text.translate(_LINE_ENDS) for output in outputs]
 
 
-@combinations
+@pytest.mark.combinations
 def test_generate_prints_one_line_for_each_sequence_best_first(server: ServerProcess) -> None:
     flags = ("--beam-width", "4", "--num-return-sequences", "3", "--length-penalty", "0.5")
     options: dict[str, Any] = dict(beam_width=4, num_return_sequences=3, length_penalty=0.5)
@@ -115,13 +114,13 @@ def test_generate_prints_one_line_for_each_sequence_best_first(server: ServerPro
     assert lines_of(by_line.stdout) == [*expected[0], *[""] * 6, *expected[1]]
 
 
-@combinations
+@pytest.mark.combinations
 def test_generate_streams_the_best_hypothesis(server: ServerProcess) -> None:
     result = generate(server, "--beam-width", "3", SENTENCES[0])
     assert lines_of(result.stdout) == outputs_of(server, SENTENCES[0], beam_width=3)
 
 
-@combinations
+@pytest.mark.combinations
 def test_generate_sends_every_kind_of_control(server: ServerProcess) -> None:
     options: dict[str, Any] = dict(
         temperature=1.5,
@@ -159,7 +158,7 @@ def test_generate_prints_the_whole_answer_as_json(server: ServerProcess, texts: 
         assert found == given
 
 
-@combinations
+@pytest.mark.combinations
 @pytest.mark.parametrize("texts", [["one"], []])
 def test_generate_names_the_target_when_no_server_listens(texts: list[str]) -> None:
     result = antiphon("generate", "--target", "127.0.0.1:1", *texts, stdin=b"one\n")
@@ -169,7 +168,7 @@ def test_generate_names_the_target_when_no_server_listens(texts: list[str]) -> N
     assert "antiphon serve" in line
 
 
-@combinations
+@pytest.mark.combinations
 def test_generate_prints_the_answer_to_a_line_before_it_reads_the_next(server: ServerProcess) -> None:
     with start(server) as process:
         assert process.stdin is not None
@@ -182,7 +181,7 @@ def test_generate_prints_the_answer_to_a_line_before_it_reads_the_next(server: S
         assert process.wait(PATIENCE_S) == 0
 
 
-@combinations
+@pytest.mark.combinations
 @pytest.mark.parametrize(
     ("redirection", "message"), [("<&-", "standard input is closed"), ("0>/dev/null", "standard input cannot be read")]
 )
@@ -197,7 +196,7 @@ def test_generate_reports_an_input_that_it_cannot_read(server: ServerProcess, re
     assert message in line
 
 
-@combinations
+@pytest.mark.combinations
 @pytest.mark.parametrize("number", [signal.SIGPIPE, signal.SIGINT])
 def test_generate_prints_no_error_when_its_reader_closes_the_pipe_or_it_is_interrupted(
     server: ServerProcess, number: signal.Signals
@@ -219,7 +218,7 @@ def test_generate_prints_no_error_when_its_reader_closes_the_pipe_or_it_is_inter
         assert process.stderr.read() == b""
 
 
-@combinations
+@pytest.mark.combinations
 def test_generate_draws_progress_on_a_terminal_only(server: ServerProcess) -> None:
     terminal, far_end = pty.openpty()
     with start(server, stderr=far_end) as process:

@@ -13,9 +13,8 @@ import pytest
 
 from antiphon.errors import SourceError
 from antiphon.importer.hub import find_checkpoint
-from tests.marks import combinations
 
-pytestmark = combinations
+pytestmark = pytest.mark.combinations
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 FILES = {

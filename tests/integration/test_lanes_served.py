@@ -12,7 +12,6 @@ from antiphon.server.settings import ModelPlan, ModelSettings, ServerConfig
 from antiphon.text.tokenizer import Tokenizer
 from antiphon.tools.offline import Offline
 from tests.integration.test_shipped_bundle import BUNDLE, SENTENCES
-from tests.marks import combinations
 
 ROWS = 24
 NUM_SOURCES = 60
@@ -27,7 +26,7 @@ def plan(**fields: object) -> ModelPlan:
     return ServerConfig.model_validate({"threads": 4, **fields}).plan(None, ModelSettings(path=BUNDLE))
 
 
-@combinations
+@pytest.mark.combinations
 @pytest.mark.parametrize("beam_width", [1, 3])
 def test_answers_do_not_depend_on_the_number_of_lanes(bundle: Bundle, beam_width: int) -> None:
     """Each lane has rows for a part of the requests, so that requests run beside different ones."""

@@ -25,7 +25,6 @@ from tests.integration.conftest import SENTENCES
 from tests.integration.faulty_engine import HeldEngine, held_engine
 from tests.integration.process import PATIENCE_S, ServerProcess, antiphon, num_submitted, terminated
 from tests.manifests import edit_manifest
-from tests.marks import combinations
 from tests.serving import details_of
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -39,7 +38,7 @@ def test_serve_prints_one_ready_line_with_model_address_and_first_command(server
     assert f'antiphon generate --target {server.target} "How are you?"' in server.ready_line
 
 
-@combinations
+@pytest.mark.combinations
 def test_serve_uses_the_configured_precision(bundle: Path) -> None:
     with ServerProcess(bundle, ["--precision", "float32"]) as server:
         assert server.precision == "float32"
@@ -119,7 +118,7 @@ async def _refused_while_draining(channel: grpc.aio.Channel) -> grpc.aio.AioRpcE
     return caught.value
 
 
-@combinations
+@pytest.mark.combinations
 async def test_drain_ends_remaining_requests_after_its_grace(bundle: Path, tmp_path: Path) -> None:
     flags = ["--drain-grace-s", "0"]
     with held_engine(tmp_path) as engine, ServerProcess(bundle, flags, prefix=engine.prefix) as server:
@@ -135,7 +134,7 @@ async def test_drain_ends_remaining_requests_after_its_grace(bundle: Path, tmp_p
     assert code == 0
 
 
-@combinations
+@pytest.mark.combinations
 async def test_second_signal_ends_the_process_at_once(bundle: Path, tmp_path: Path) -> None:
     with held_engine(tmp_path) as engine, ServerProcess(bundle, prefix=engine.prefix) as server:
         async with grpc.aio.insecure_channel(server.target) as channel, AsyncClient(server.target) as client:
@@ -148,7 +147,7 @@ async def test_second_signal_ends_the_process_at_once(bundle: Path, tmp_path: Pa
     assert code == 128 + signal.SIGTERM
 
 
-@combinations
+@pytest.mark.combinations
 def test_serve_names_a_port_in_use_and_the_first_server_continues(server: ServerProcess, bundle: Path) -> None:
     for flags, port in (
         (["--port", str(server.port), "--metrics-port", "0"], server.port),
@@ -221,7 +220,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
-@combinations
+@pytest.mark.combinations
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_serve_names_file_or_field_when_the_bundle_is_unusable(bundle: Path, tmp_path: Path, damage: str) -> None:
     spoil, message = DAMAGES[damage]
@@ -234,7 +233,7 @@ def test_serve_names_file_or_field_when_the_bundle_is_unusable(bundle: Path, tmp
     assert str(copy) in one_line(result)
 
 
-@combinations
+@pytest.mark.combinations
 def test_print_config_shows_flags_over_environment_over_toml(tmp_path: Path) -> None:
     file = tmp_path / "antiphon.toml"
     file.write_text('port = 1\nmetrics_port = 1\nmax_num_seqs = 8\nlog_level = "debug"\n')
@@ -249,7 +248,7 @@ def test_print_config_shows_flags_over_environment_over_toml(tmp_path: Path) -> 
     assert antiphon("serve", "--print-config", "--config", str(file)).stdout == result.stdout
 
 
-@combinations
+@pytest.mark.combinations
 @pytest.mark.parametrize(
     ("flags", "env", "message"),
     [
@@ -268,7 +267,7 @@ def test_serve_stops_with_the_fields_name_when_a_setting_is_wrong(
     assert message in one_line(result)
 
 
-@combinations
+@pytest.mark.combinations
 def test_command_reports_that_standard_output_is_closed() -> None:
     code = "import sys; sys.stdout = None; from antiphon.cli.main import main; sys.exit(main(['generate', 'x']))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -281,7 +280,7 @@ def test_server_never_imports_torch() -> None:
     assert {"torch", "onnx", "onnxscript", "transformers"}.isdisjoint(loaded)
 
 
-@combinations
+@pytest.mark.combinations
 def test_port_is_free_again_when_the_server_has_ended(bundle: Path) -> None:
     with ServerProcess(bundle) as server:
         port = server.port

@@ -18,7 +18,6 @@ from antiphon.client import AsyncClient, Options, ServerError
 from antiphon.v1 import inference_pb2 as pb
 from antiphon.v1.inference_pb2_grpc import InferenceServiceStub
 from tests.integration.process import ANTIPHON, ServerProcess, environment, is_idle
-from tests.marks import combinations
 
 SECRET = "Rumpelstilzchen"
 _SERVICE = "antiphon.v1.InferenceService"
@@ -121,7 +120,7 @@ async def _answered_refused_and_cancelled(server: ServerProcess) -> tuple[pb.Gen
     return answer, caught.value
 
 
-@combinations
+@pytest.mark.combinations
 async def test_access_log_can_be_limited_to_errors(bundle: Path) -> None:
     with ServerProcess(bundle, ["--log-format", "json", "--access-log", "errors"]) as server:
         await ask_all(server, [("ListModels", b""), ("GetModel", pb.GetModelRequest(model="other"))])
@@ -155,7 +154,7 @@ async def fill_the_log(process: subprocess.Popen[str]) -> None:
             await asyncio.gather(*calls)
 
 
-@combinations
+@pytest.mark.combinations
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
 async def test_lines_that_standard_error_refuses_are_counted_and_calls_continue(bundle: Path) -> None:
     with ServerProcess(bundle, prefix=("sh", "-c", 'exec "$@" 2>/dev/full', "sh")) as server:
@@ -167,7 +166,7 @@ async def test_lines_that_standard_error_refuses_are_counted_and_calls_continue(
         assert server.finish() == (0, "")
 
 
-@combinations
+@pytest.mark.combinations
 async def test_unread_log_pipe_blocks_neither_calls_nor_the_shutdown() -> None:
     with unheard() as process:
         await fill_the_log(process)
@@ -175,7 +174,7 @@ async def test_unread_log_pipe_blocks_neither_calls_nor_the_shutdown() -> None:
         assert await asyncio.to_thread(process.wait, 60) == 0
 
 
-@combinations
+@pytest.mark.combinations
 async def test_unread_log_pipe_does_not_delay_a_second_signal() -> None:
     with unheard("--drain-delay-s", "3600") as process:
         await fill_the_log(process)

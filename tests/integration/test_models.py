@@ -20,7 +20,6 @@ from antiphon.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_
 from tests.busy import repeated
 from tests.integration.conftest import SENTENCES
 from tests.integration.process import PATIENCE_S, ServerProcess, antiphon
-from tests.marks import combinations
 from tests.serving import details_of
 
 LIMIT_BYTES = 900_000_000
@@ -61,7 +60,7 @@ def test_models_served_together_answer_as_alone(both: ServerProcess, bundle: Pat
     assert answers(both.target, {"tiny": ""}) == {"tiny": alone["tiny"]}
 
 
-@combinations
+@pytest.mark.combinations
 def test_ready_line_and_list_contain_every_model_with_the_default_first(both: ServerProcess) -> None:
     assert "ready: tiny (int8), de (int8) on " in both.ready_line
     with Client(both.target) as client:
@@ -86,7 +85,7 @@ async def test_an_unknown_model_is_refused_with_the_names_of_those_served(both: 
     assert result.stderr == b"antiphon generate: model 'fr' is not served here; 'tiny', 'de' are\n"
 
 
-@combinations
+@pytest.mark.combinations
 async def test_model_is_loaded_and_unloaded_and_its_stream_finishes(both: ServerProcess, bundle: Path) -> None:
     with AdminClient(both.admin_target) as admin, Client(both.target, model="tiny") as tiny:
         described = admin.load_model("guest", str(bundle), Limits(max_num_seqs=4, max_queued_requests=7))
@@ -135,7 +134,7 @@ def test_metrics_have_a_label_for_the_model(both: ServerProcess) -> None:
     assert sum(held) == sum(m.weight_bytes + m.cache_bytes + m.workspace_bytes for m in memory.models)
 
 
-@combinations
+@pytest.mark.combinations
 def test_caches_of_all_models_or_of_one_are_reported(both: ServerProcess) -> None:
     with Client(both.target) as client, AdminClient(both.admin_target) as admin:
         described = {model.name: model.cache for model in client.list_models()}
@@ -165,7 +164,7 @@ BAD_LOADS: dict[str, tuple[dict[str, Any], grpc.StatusCode, str, str | None]] = 
 }
 
 
-@combinations
+@pytest.mark.combinations
 @pytest.mark.parametrize("case", BAD_LOADS)
 async def test_a_load_is_refused_with_the_reason_and_the_field(both: ServerProcess, case: str) -> None:
     changes, code, reason, field = BAD_LOADS[case]
@@ -181,7 +180,7 @@ async def test_a_load_is_refused_with_the_reason_and_the_field(both: ServerProce
     assert details_of(caught.value).field == field
 
 
-@combinations
+@pytest.mark.combinations
 @pytest.mark.parametrize("grace_s", [-1.0, 1e6])
 def test_an_unload_is_refused_when_its_grace_is_out_of_range(both: ServerProcess, grace_s: float) -> None:
     with (
@@ -191,7 +190,7 @@ def test_an_unload_is_refused_when_its_grace_is_out_of_range(both: ServerProcess
         admin.unload_model("de", grace_s=grace_s)
 
 
-@combinations
+@pytest.mark.combinations
 async def test_admin_port_is_off_by_default(server: ServerProcess, both: ServerProcess) -> None:
     assert server.admin_target is None
     for target in (server.target, both.target):  # nor is it on the port of the others
@@ -202,7 +201,7 @@ async def test_admin_port_is_off_by_default(server: ServerProcess, both: ServerP
         assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
-@combinations
+@pytest.mark.combinations
 async def test_channelz_shows_the_connections_on_the_admin_port_only(both: ServerProcess) -> None:
     async with (
         grpc.aio.insecure_channel(both.target) as channel,
@@ -228,7 +227,7 @@ async def test_channelz_shows_the_connections_on_the_admin_port_only(both: Serve
     assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
-@combinations
+@pytest.mark.combinations
 def test_models_command_lists_loads_unloads_and_shows_memory(both: ServerProcess) -> None:
     admin = ("--admin-target", both.admin_target or "")
     loaded = antiphon("models", "load", "again", str(SHIPPED_BUNDLE), "--max-num-seqs", "2", *admin)
@@ -245,7 +244,7 @@ def test_models_command_lists_loads_unloads_and_shows_memory(both: ServerProcess
     assert again.stderr == b"antiphon models: model 'again' is not served here; 'tiny', 'de' are\n"
 
 
-@combinations
+@pytest.mark.combinations
 def test_models_command_shows_the_blocks_of_every_running_request(both: ServerProcess) -> None:
     with Client(both.target, model="tiny") as client:
         num_blocks = {model.name: model.cache.num_blocks for model in client.list_models()}
@@ -269,14 +268,14 @@ def cache_rows(server: ServerProcess) -> list[list[str]]:
     return [line.split() for line in done.stdout.decode().splitlines()]
 
 
-@combinations
+@pytest.mark.combinations
 def test_models_command_explains_how_to_open_the_admin_port() -> None:
     result = antiphon("models", "memory", "--admin-target", "127.0.0.1:1")
     assert (result.returncode, result.stdout) == (2, b"")
     assert b"start one with: antiphon serve --admin-port 1" in result.stderr
 
 
-@combinations
+@pytest.mark.combinations
 def test_serve_refuses_models_beyond_the_budget_and_names_the_settings_to_lower(bundle: Path) -> None:
     ports = ("--port", "0", "--metrics-port", "0")
     budget = ("--memory-limit-bytes", "100000000")
@@ -287,7 +286,7 @@ def test_serve_refuses_models_beyond_the_budget_and_names_the_settings_to_lower(
     assert "lower kv_cache_blocks from 9216" in line
 
 
-@combinations
+@pytest.mark.combinations
 async def test_sigterm_finishes_the_streams_of_every_model(bundle: Path) -> None:
     with ServerProcess(None, ["--model", f"one={bundle}", "--model", f"two={bundle}"]) as server:
         async with AsyncClient(server.target, model="one") as one, AsyncClient(server.target, model="two") as two:

@@ -14,7 +14,6 @@ from antiphon.server.settings import ServerConfig
 from antiphon.text.tokenizer import Tokenizer
 from antiphon.tools.evaluation.translations import run_engine
 from antiphon.training.recipe import load_recipe
-from tests.marks import combinations
 
 ROOT = Path(__file__).parents[2]
 BUNDLES = ROOT / "model" / "antiphon" / "bundles"
@@ -99,7 +98,7 @@ def test_answers_of_the_shipped_bundle_are_equal_alone_and_in_a_crowd(bundle: Bu
     assert len({tuple(ids) for ids in alone}) == len(texts)
 
 
-@combinations
+@pytest.mark.combinations
 @pytest.mark.skipif(DATA is None, reason="ANTIPHON_DATA does not name a folder with the held-out sentences")
 def test_shipped_bundle_translates_held_out_sentences(bundle: Bundle, capsys: pytest.CaptureFixture[str]) -> None:
     """The bound is far below the documented score, and far above that of a broken export or tokenizer."""

@@ -17,7 +17,6 @@ from antiphon.v1 import inference_pb2 as pb
 from antiphon.v1.inference_pb2_grpc import InferenceServiceStub
 from tests.integration.collector import Collector, attributes_of, collecting
 from tests.integration.process import ServerProcess, antiphon, environment, is_idle
-from tests.marks import combinations
 
 TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 ERROR, UNSET = 2, 0
@@ -104,7 +103,7 @@ def _check_unhappy(collector: Collector) -> None:
     assert attributes_of(collector.parts(cancelled)["decode"])["antiphon.finish_reasons"] == "cancelled"
 
 
-@combinations
+@pytest.mark.combinations
 async def test_spans_are_dropped_and_counted_without_delay_when_no_collector_answers(bundle: Path) -> None:
     with collecting() as collector:
         gone = collector.endpoint
@@ -118,7 +117,7 @@ async def test_spans_are_dropped_and_counted_without_delay_when_no_collector_ans
     assert "Traceback" not in errors
 
 
-@combinations
+@pytest.mark.combinations
 def test_server_without_the_setting_never_imports_opentelemetry() -> None:
     script = (
         "import sys, antiphon.server.process as server\n"
@@ -128,7 +127,7 @@ def test_server_without_the_setting_never_imports_opentelemetry() -> None:
     subprocess.run([sys.executable, "-c", script], check=True, env=environment())
 
 
-@combinations
+@pytest.mark.combinations
 def test_serve_refuses_an_endpoint_when_the_extra_is_not_installed(bundle: Path, tmp_path: Path) -> None:
     package = tmp_path / "opentelemetry"
     package.mkdir()

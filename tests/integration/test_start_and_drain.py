@@ -27,7 +27,6 @@ from antiphon.v1.inference_pb2_grpc import InferenceServiceStub
 from tests.integration.conftest import SENTENCES
 from tests.integration.faulty_engine import held_engine
 from tests.integration.process import ANTIPHON, PATIENCE_S, ServerProcess, environment, num_submitted, terminated
-from tests.marks import combinations
 from tests.serving import details_of
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
@@ -102,7 +101,7 @@ async def test_port_answers_while_the_model_is_loaded(held: Path, bundle: Path) 
         assert "ready" in await asyncio.to_thread(process.stdout.readline)
 
 
-@combinations
+@pytest.mark.combinations
 async def test_sigterm_ends_the_process_at_once_while_the_model_is_loaded(held: Path) -> None:
     with starting(held) as (process, target):
         async with channel_to(target):
@@ -111,7 +110,7 @@ async def test_sigterm_ends_the_process_at_once_while_the_model_is_loaded(held: 
     assert (process.returncode, "Traceback" in errors) == (0, False)
 
 
-@combinations
+@pytest.mark.combinations
 async def test_sigterm_cancels_a_running_load_and_its_caller_receives_an_error(held: Path, bundle: Path) -> None:
     with ServerProcess(bundle, ["--admin-port", "0"]) as server:
         assert server.admin_target is not None
@@ -127,7 +126,7 @@ async def test_sigterm_cancels_a_running_load_and_its_caller_receives_an_error(h
     assert (code, "Traceback" in errors) == (0, False)
 
 
-@combinations
+@pytest.mark.combinations
 async def test_requests_are_served_during_the_drain_delay_after_probes_report_not_serving(bundle: Path) -> None:
     with ServerProcess(bundle, ["--drain-delay-s", "1"]) as server:
         async with channel_to(server.target) as channel:
@@ -138,7 +137,7 @@ async def test_requests_are_served_during_the_drain_delay_after_probes_report_no
         assert (await asyncio.to_thread(server.finish))[0] == 0
 
 
-@combinations
+@pytest.mark.combinations
 async def test_sigterm_finishes_waiting_requests_too(bundle: Path, tmp_path: Path) -> None:
     """No accepted request is lost: two have rows, and one may be encoded early, when the signal arrives."""
     options = Options(max_new_tokens=20)
@@ -159,7 +158,7 @@ async def test_sigterm_finishes_waiting_requests_too(bundle: Path, tmp_path: Pat
     assert code == 0
 
 
-@combinations
+@pytest.mark.combinations
 async def test_second_signal_ends_the_process_at_once_in_the_drain_delay(bundle: Path) -> None:
     with ServerProcess(bundle, ["--drain-delay-s", "3600"]) as server:
         async with channel_to(server.target) as channel:
@@ -169,7 +168,7 @@ async def test_second_signal_ends_the_process_at_once_in_the_drain_delay(bundle:
     assert code == 128 + signal.SIGINT
 
 
-@combinations
+@pytest.mark.combinations
 async def test_calls_that_reach_a_closing_server_end_with_unavailable(bundle: Path) -> None:
     """gRPC would answer CANCELLED, which means a cancellation by the caller, and which most balancers do not retry."""
     with ServerProcess(bundle) as server:

@@ -20,9 +20,8 @@ from antiphon.v1 import inference_pb2 as pb
 from antiphon.v1.inference_pb2_grpc import InferenceServiceStub
 from tests.certificates import Authority, Pair, as_pem, client_hello, renew, trusting
 from tests.integration.process import PATIENCE_S, ServerProcess
-from tests.marks import hardship
 
-pytestmark = hardship
+pytestmark = pytest.mark.hardship
 
 NUM_CLIENTS = 32
 NUM_RENEWALS = 3

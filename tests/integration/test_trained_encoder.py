@@ -27,10 +27,9 @@ from antiphon.v1 import inference_pb2 as pb
 from antiphon.v1.inference_pb2_grpc import InferenceServiceStub
 from tests.encoder_recipes import GROUP, command, fine_tune_recipe, pretrained
 from tests.integration.process import ServerProcess, antiphon
-from tests.marks import training
 from tests.recipe_files import write_recipe
 
-pytestmark = training
+pytestmark = pytest.mark.training
 
 torch.set_num_threads(1)  # arrays this small lose time to threads
 

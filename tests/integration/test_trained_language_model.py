@@ -19,10 +19,9 @@ from antiphon.export.export import export_bundle
 from antiphon.server.settings import SHIPPED_BUNDLE
 from tests.integration.process import ServerProcess, antiphon
 from tests.language_recipes import language_recipe, trained_language_model
-from tests.marks import training
 from tests.recipe_files import write_recipe
 
-pytestmark = training
+pytestmark = pytest.mark.training
 
 torch.set_num_threads(1)  # arrays this small lose time to threads
 

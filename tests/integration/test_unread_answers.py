@@ -19,7 +19,6 @@ from antiphon.server.ports import max_unaccepted_calls
 from antiphon.v1 import inference_pb2 as pb
 from tests.abuse.calls import HEALTH_METHOD, REFLECTION, REFLECTION_METHOD, SERVICE, UNARY, UNKNOWN_METHOD
 from tests.abuse.raw_connection import PREFACE, Address, RawConnection, framed
-from tests.marks import hardship
 from tests.serving import Serving, serving, stub_of
 from tests.waits import comes_true
 
@@ -66,7 +65,7 @@ async def until(served: Serving, name: str, least: float, **labels: str) -> None
     await comes_true(lambda: sample(served, name, **labels) >= least, PATIENCE_S)
 
 
-@hardship
+@pytest.mark.hardship
 async def test_unread_unary_answers_count_as_in_flight_until_their_time_limit() -> None:
     """Regression: the limit counted them, but the metrics did not, and they had no time limit."""
     async with serving(slow_reader_timeout_s=1.0) as served, unread(served, 8, LONG) as connection:
@@ -85,7 +84,7 @@ async def test_unread_unary_answers_count_as_in_flight_until_their_time_limit() 
         assert sample(served, "grpc_server_handled_total", method=UNARY.method, code="OK") == 0
 
 
-@hardship
+@pytest.mark.hardship
 async def test_unread_answers_are_ended_to_make_room_for_calls_of_others() -> None:
     """Regression: other clients were refused while the answers stayed unread."""
     async with serving(max_concurrent_rpcs=4) as served, unread(served, 4, LONG):
@@ -99,7 +98,7 @@ async def test_unread_answers_are_ended_to_make_room_for_calls_of_others() -> No
         assert sample(served, "calls_given_up_total", stage="answer", cause="pressure") >= 1
 
 
-@hardship
+@pytest.mark.hardship
 async def test_unread_answers_are_bounded_in_bytes() -> None:
     async with serving(max_unsent_bytes=65_536) as served, unread(served, 200, LONG):
         await until(served, "calls_given_up_total", 1, stage="answer", cause="pressure")
@@ -107,7 +106,7 @@ async def test_unread_answers_are_bounded_in_bytes() -> None:
         assert (await stub_of(served).Tokenize(pb.TokenizeRequest(text="the cat"))).token_ids
 
 
-@hardship
+@pytest.mark.hardship
 @pytest.mark.parametrize(
     ("method", "message", "num_calls"), [("Generate", SCORED, 40), ("GenerateMany", MANY_SCORED, 8)]
 )
@@ -149,7 +148,7 @@ async def test_slow_reader_within_the_limits_gets_its_whole_answer() -> None:
     assert [entry for delta in deltas for entry in delta.logprobs] == whole.outputs[0].logprobs
 
 
-@hardship
+@pytest.mark.hardship
 async def test_unread_answers_of_a_standard_service_have_the_limits_of_other_answers() -> None:
     """Regression: answers of 60 KB with descriptors waited for their clients without a limit."""
     async with (
@@ -163,7 +162,7 @@ async def test_unread_answers_of_a_standard_service_have_the_limits_of_other_ans
         assert await connection.ends(PATIENCE_S) == {"RESOURCE_EXHAUSTED": 3}
 
 
-@hardship
+@pytest.mark.hardship
 async def test_messages_without_their_ends_are_bounded() -> None:
     """Regression: 759 of them took 800 MB although the limit on their number was 256."""
     body = framed(bytes((1 << 20) - 8))[:-1]
@@ -179,7 +178,7 @@ async def test_messages_without_their_ends_are_bounded() -> None:
         await asyncio.wait(sending)
 
 
-@hardship
+@pytest.mark.hardship
 async def test_calls_that_wait_for_the_event_loop_are_bounded() -> None:
     """Regression: 100,000 calls that their client had reset at once took 1.6 GB in core."""
     limit = max_unaccepted_calls(64)
@@ -200,7 +199,7 @@ async def test_calls_that_wait_for_the_event_loop_are_bounded() -> None:
     assert limit <= ended <= limit + 2  # the event loop had asked for one call already
 
 
-@hardship
+@pytest.mark.hardship
 @pytest.mark.parametrize("method", [UNARY.method, f"{SERVICE}/Generate", HEALTH_METHOD, REFLECTION_METHOD, OIP_METHOD])
 async def test_call_is_ended_when_its_request_does_not_arrive(method: str) -> None:
     """Regression: such calls had no time limit, and were neither counted nor logged."""
@@ -225,7 +224,7 @@ async def test_call_is_refused_when_it_ends_without_a_request() -> None:
         assert await connection.ends(PATIENCE_S) == {"INVALID_ARGUMENT": 1}
 
 
-@hardship
+@pytest.mark.hardship
 async def test_idle_streams_are_ended_to_make_room_for_a_probe() -> None:
     """A health stream can stay open forever; a server with many of them must still answer probes."""
     watch = HEALTH_METHOD.replace("Check", "Watch")
@@ -256,7 +255,7 @@ async def test_unknown_method_is_refused_and_counted_under_one_name() -> None:
         await until(served, "grpc_server_handled_total", 2, method="(unknown)", code="UNIMPLEMENTED")
 
 
-@hardship
+@pytest.mark.hardship
 @pytest.mark.parametrize("num_connections", [1, 4])
 async def test_burst_of_calls_is_answered_and_not_refused_by_core(num_connections: int) -> None:
     """Regression: beyond 1,000 waiting calls or unfreed streams, gRPC core cancelled calls at random."""
@@ -276,7 +275,7 @@ async def test_burst_of_calls_is_answered_and_not_refused_by_core(num_connection
         assert ends == {"OK": num_calls * num_connections}
 
 
-@hardship
+@pytest.mark.hardship
 async def test_metadata_is_bounded_for_clients_that_never_acknowledge_the_limit() -> None:
     async with serving(max_metadata_bytes=2048) as served:
         async with await RawConnection.open(address_of(served), answers=False) as connection:
@@ -286,7 +285,7 @@ async def test_metadata_is_bounded_for_clients_that_never_acknowledge_the_limit(
         await until(served, "grpc_server_handled_total", 1, method=UNARY.method, code="RESOURCE_EXHAUSTED")
 
 
-@hardship
+@pytest.mark.hardship
 async def test_connection_that_resets_its_calls_at_once_is_closed() -> None:
     """Regression: each call cost the server 0.15 ms, and others waited behind 100,000 of them."""
     async with serving() as served, await RawConnection.open(address_of(served)) as connection:

@@ -10,9 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.marks import combinations
-
-pytestmark = combinations
+pytestmark = pytest.mark.combinations
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE_ROOTS = ("protos", "service", "model")

@@ -32,7 +32,6 @@ from antiphon.v1.inference_pb2_grpc import InferenceServiceStub
 from tests.certificates import Authority, as_pem, renew, replace
 from tests.integration.conftest import SENTENCES
 from tests.integration.process import PATIENCE_S, ServerProcess, antiphon, num_submitted
-from tests.marks import hardship
 
 TWO = ("--workers", "2", "--admin-port", "0", "--probe-port", "0")
 LONG = Options(ignore_eos=True, max_new_tokens=1500)
@@ -120,12 +119,12 @@ def test_both_workers_answer_as_one_server(two: ServerProcess, server: ServerPro
     assert {f"process_open_fds{{worker={name}}}" for name in ("0", "1", "supervisor")} <= after.keys()
 
 
-@hardship
+@pytest.mark.hardship
 def test_supervisor_takes_no_more_memory_than_the_sizing_says(two: ServerProcess) -> None:
     assert resident_bytes(two.process.pid) <= SUPERVISOR_BYTES
 
 
-@hardship
+@pytest.mark.hardship
 def test_resident_memory_counts_shared_pages_once(two: ServerProcess) -> None:
     each = [resident_bytes(pid) for pid in (two.process.pid, *workers_of(two))]
     assert max(each) < two.metrics()["process_resident_memory_bytes"] < sum(each)
@@ -150,7 +149,7 @@ async def test_client_of_many_requests_uses_both_workers(two: ServerProcess) -> 
     assert sorted(offer.worker for offer in offers) == [0, 1]
 
 
-@hardship
+@pytest.mark.hardship
 def test_connections_spread_over_the_workers(two: ServerProcess) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
@@ -185,7 +184,7 @@ def open_files(pid: int) -> Iterator[str]:
             yield str(entry.readlink())
 
 
-@hardship
+@pytest.mark.hardship
 async def test_model_is_loaded_into_and_unloaded_from_both_workers(two: ServerProcess, bundle: Path) -> None:
     def names(models: Sequence[pb.Model]) -> list[str]:
         return [model.name for model in models]
@@ -210,7 +209,7 @@ async def test_model_is_loaded_into_and_unloaded_from_both_workers(two: ServerPr
     assert not any("guest" in sample for sample in two.metrics())
 
 
-@hardship
+@pytest.mark.hardship
 def test_caches_of_both_workers_are_reported(two: ServerProcess) -> None:
     with Client(two.target) as client, AdminClient(two.admin_target) as admin:
         num_blocks = client.get_model().cache.num_blocks
@@ -222,7 +221,7 @@ def test_caches_of_both_workers_are_reported(two: ServerProcess) -> None:
     assert (caught.value.code, caught.value.reason) == (grpc.StatusCode.NOT_FOUND, "MODEL_NOT_FOUND")
 
 
-@hardship
+@pytest.mark.hardship
 async def test_killed_worker_loses_only_its_own_calls_and_is_replaced(bundle: Path) -> None:
     with ServerProcess(bundle, TWO) as process:
         with AdminClient(process.admin_target) as admin:
@@ -261,7 +260,7 @@ def _long_request() -> pb.GenerateRequest:
     return pb.GenerateRequest(text=SENTENCES[0], options=options)
 
 
-@hardship
+@pytest.mark.hardship
 async def test_requests_that_share_calls_survive_the_death_of_a_worker(bundle: Path) -> None:
     with ServerProcess(bundle, TWO) as process:
         async with AsyncClient(process.target) as client:
@@ -274,7 +273,7 @@ async def test_requests_that_share_calls_survive_the_death_of_a_worker(bundle: P
     assert all(isinstance(result, Generation) for result in results)
 
 
-@hardship
+@pytest.mark.hardship
 async def test_drain_finishes_the_streams_of_both_workers(bundle: Path) -> None:
     with ServerProcess(bundle, TWO) as process:
         async with (
@@ -303,7 +302,7 @@ def is_free(port: int) -> bool:
     return False
 
 
-@hardship
+@pytest.mark.hardship
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_no_worker_outlives_its_supervisor(bundle: Path, number: signal.Signals) -> None:
     with ServerProcess(bundle, TWO) as process:
@@ -315,7 +314,7 @@ def test_no_worker_outlives_its_supervisor(bundle: Path, number: signal.Signals)
     assert is_free(process.port)
 
 
-@hardship
+@pytest.mark.hardship
 def test_both_workers_present_a_renewed_certificate(bundle: Path, tmp_path: Path) -> None:
     authority = Authority(tmp_path)
     shown = authority.server()
@@ -328,7 +327,7 @@ def test_both_workers_present_a_renewed_certificate(bundle: Path, tmp_path: Path
         assert workers_of(process) == pids
 
 
-@hardship
+@pytest.mark.hardship
 def test_worker_that_hangs_is_killed_and_replaced(bundle: Path) -> None:
     with ServerProcess(bundle, (*TWO, "--watchdog-timeout-s", "1")) as process:
         hung, kept = workers_of(process)
@@ -338,7 +337,7 @@ def test_worker_that_hangs_is_killed_and_replaced(bundle: Path) -> None:
         assert kept in workers_of(process)
 
 
-@hardship
+@pytest.mark.hardship
 async def test_both_workers_read_the_tokens_again(bundle: Path, tmp_path: Path) -> None:
     tokens = tmp_path / "tokens"
     tokens.write_text(_token_line("first"))
@@ -371,7 +370,7 @@ def _all_show(process: ServerProcess, leaf: str) -> bool:
     return all(ssl.get_server_certificate(("127.0.0.1", process.port)) == leaf for _ in range(40))
 
 
-@hardship
+@pytest.mark.hardship
 def test_what_is_wrong_is_said_once_with_exit_code_2(bundle: Path, tmp_path: Path) -> None:
     num_cores = len(os.sched_getaffinity(0))
     many = antiphon("serve", str(bundle), "--port=0", "--metrics-port=0", f"--workers={num_cores + 1}")
@@ -382,7 +381,7 @@ def test_what_is_wrong_is_said_once_with_exit_code_2(bundle: Path, tmp_path: Pat
     assert f"{tmp_path} is not a bundle" in wrong.stderr.decode()
 
 
-@hardship
+@pytest.mark.hardship
 def test_weights_are_mapped_once_and_cores_are_divided(two: ServerProcess, bundle: Path) -> None:
     cores = []
     for pid in workers_of(two):

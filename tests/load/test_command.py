@@ -17,7 +17,6 @@ from antiphon.load.results import Outcome, Record, Reply, Result
 from antiphon.v1 import inference_pb2 as pb
 from tests.integration.process import ANTIPHON, PATIENCE_S, environment
 from tests.load.scripted import Asked, Scripted, served
-from tests.marks import combinations
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -54,7 +53,7 @@ def test_load_reports_a_run_as_table_and_json(target: str, tmp_path: Path, capsy
     assert "whole answer" in printed.out
 
 
-@combinations
+@pytest.mark.combinations
 def test_load_sends_the_texts_of_a_file(target: str, tmp_path: Path) -> None:
     (tmp_path / "texts").write_text("Stop!\n\nHow are you?\n", encoding="utf-8")
     wanted = ("--target", target, "--rate", "40", "--duration", "0.5", "--unary", "--json", str(tmp_path / "json"))
@@ -64,7 +63,7 @@ def test_load_sends_the_texts_of_a_file(target: str, tmp_path: Path) -> None:
     assert held["ttft_ms"] is None  # of whole answers there is none
 
 
-@combinations
+@pytest.mark.combinations
 def test_load_replays_a_trace_of_lengths(target: str, tmp_path: Path) -> None:
     rows = [(index / 50, 3 + index, 1 + index % 4) for index in range(20)]
     lines = [f"{time_s},{source_tokens},{max_new_tokens}" for time_s, source_tokens, max_new_tokens in rows]
@@ -78,7 +77,7 @@ def test_load_replays_a_trace_of_lengths(target: str, tmp_path: Path) -> None:
     assert held["tokens_per_second"] / held["ok_per_second"] == pytest.approx(sum(row[2] for row in rows) / len(rows))
 
 
-@combinations
+@pytest.mark.combinations
 def test_load_draws_a_curve(target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     wanted = ("--target", target, "--rates", "40,20", "--duration", "0.4", "--objective-ttft-ms", "60000")
     assert load(*wanted, "--plot", str(tmp_path / "curve.png"), "--json", str(tmp_path / "json")) == 0
@@ -88,7 +87,7 @@ def test_load_draws_a_curve(target: str, tmp_path: Path, capsys: pytest.CaptureF
     assert [line.split()[0] for line in lines] == ["rate/s", "20.0", "40.0"]
 
 
-@combinations
+@pytest.mark.combinations
 def test_load_searches_for_the_highest_rate(
     target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -110,20 +109,20 @@ def test_load_searches_for_the_highest_rate(
     assert f"highest rate that meets the objective: {held['highest_rate']:.1f} requests/s" in capsys.readouterr().out
 
 
-@combinations
+@pytest.mark.combinations
 def test_load_fails_when_a_required_objective_is_missed(target: str) -> None:
     wanted = ("--target", target, "--rate", "20", "--duration", "0.3", "--objective-p99-ms", "0.001")
     assert load(*wanted) == 0
     assert load(*wanted, "--fail") == 1
 
 
-@combinations
+@pytest.mark.combinations
 def test_load_fails_when_requests_were_not_sent(target: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert load("--target", target, "--rate", "2000", "--duration", "0.2", "--max-outstanding", "1") == 1
     assert "requests were not sent: --max-outstanding 1 were running" in capsys.readouterr().err
 
 
-@combinations
+@pytest.mark.combinations
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [
@@ -152,7 +151,7 @@ def test_load_exits_with_2_and_reports_the_reason(
     assert not printed.out
 
 
-@combinations
+@pytest.mark.combinations
 def test_load_refuses_an_encoder(capsys: pytest.CaptureFixture[str]) -> None:
     async def asked() -> int:
         scripted = Scripted()
@@ -164,7 +163,7 @@ def test_load_refuses_an_encoder(capsys: pytest.CaptureFixture[str]) -> None:
     assert "is an encoder-only model" in capsys.readouterr().err
 
 
-@combinations
+@pytest.mark.combinations
 async def test_interrupted_run_reports_the_results_so_far(tmp_path: Path) -> None:
     async def never(request: Asked) -> list[pb.GenerateResponse]:
         return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
@@ -187,7 +186,7 @@ async def test_interrupted_run_reports_the_results_so_far(tmp_path: Path) -> Non
     assert not errors.decode().count("Traceback")
 
 
-@combinations
+@pytest.mark.combinations
 def test_load_imports_neither_numpy_nor_modules_of_optional_flags() -> None:
     names = ("numpy", "matplotlib", "mlperf_loadgen", "google.rpc")
     code = f"import sys, antiphon.load.command; print([name for name in {names} if name in sys.modules])"

@@ -18,7 +18,6 @@ from antiphon.load.results import INCOMPLETE, OK, UNFINISHED, Outcome, Reply, Re
 from antiphon.load.workload import Arrival, arrivals_of
 from antiphon.v1 import inference_pb2 as pb
 from tests.load.scripted import Asked, Scripted, at_once, served
-from tests.marks import combinations
 from tests.serving import Gate, serving
 
 ASKS = (Ask(source="the cat sat", max_new_tokens=4), Ask(source="on the mat"))
@@ -226,7 +225,7 @@ async def test_calls_end_at_their_deadline() -> None:
     assert result.num_sent == result.num_scheduled
 
 
-@combinations
+@pytest.mark.combinations
 async def test_processes_together_send_the_whole_plan() -> None:
     scripted = Scripted()
     async with served(scripted) as target:

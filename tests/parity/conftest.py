@@ -10,7 +10,7 @@ from torch.onnx._internal.exporter._registration import ONNXRegistry
 
 from antiphon.bundle.manifest import Bundle
 from antiphon.checkpoints.checkpoint import Checkpoint
-from tests.marks import combinations, mostly
+from tests.marks import marked
 from tests.parity.exports import shared_export, small_config, write_checkpoint
 
 VARIANTS: dict[str, dict[str, object]] = {
@@ -61,7 +61,7 @@ def bundle() -> Bundle:
     return shared_export("paper")
 
 
-@pytest.fixture(scope="session", params=mostly(combinations, VARIANTS, but=["t5"]))
+@pytest.fixture(scope="session", params=marked(VARIANTS, "combinations", but=["t5"]))
 def variant(request: pytest.FixtureRequest) -> Bundle:
     """Export each variant; a variant also covers the other options of its family."""
     return shared_export(request.param, VARIANTS[request.param])

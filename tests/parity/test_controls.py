@@ -25,7 +25,7 @@ from antiphon.runtime.native import NativeRunner
 from antiphon.server.settings import SHIPPED_BUNDLE
 from antiphon.text.tokenizer import Tokenizer
 from tests.fakes import request_of
-from tests.marks import combinations, mostly
+from tests.marks import marked
 from tests.parity.answers_together import (
     answer,
     eager_logits,
@@ -69,7 +69,7 @@ class Served:
     sources: dict[tuple[int, ...], LogitsOf]
 
 
-@pytest.fixture(scope="module", params=mostly(combinations, FAMILIES, but=["t5"]))
+@pytest.fixture(scope="module", params=marked(FAMILIES, "combinations", but=["t5"]))
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
     config, seed = FAMILIES[request.param]
     model, dice = lively(config, seed), random.Random(1)

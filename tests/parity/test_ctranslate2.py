@@ -14,7 +14,6 @@ from antiphon.text.tokenizer import Tokenizer, byte_bpe_format
 from antiphon.tools.bench.ctranslate2_conversion import save_ctranslate2_model, translate
 from antiphon.transformer.greedy import greedy
 from antiphon.transformer.transformer import Transformer
-from tests.marks import combinations
 
 
 def random_checkpoint(config: ModelConfig, seed: int) -> Checkpoint:
@@ -48,7 +47,7 @@ FAMILIES: dict[str, dict[str, object]] = {
 }
 
 
-@combinations
+@pytest.mark.combinations
 @pytest.mark.parametrize("name", FAMILIES)
 def test_greedy_equals_ctranslate2_with_parts_of_public_families(tmp_path: Path, name: str) -> None:
     check_greedy(tmp_path, preset("tiny", vocab_size=300, **FAMILIES[name]), seed=5)
@@ -66,7 +65,7 @@ def check_greedy(tmp_path: Path, config: ModelConfig, seed: int = 3) -> None:
     assert len({tuple(row) for row in theirs}) > 1, "the outputs must differ, or the comparison is empty"
 
 
-@combinations
+@pytest.mark.combinations
 def test_greedy_equals_ctranslate2_with_parts_of_t5(tmp_path: Path) -> None:
     t5 = dict(
         norm="rmsnorm", norm_placement="pre", activation="gelu_tanh", gated=True, positions="t5_relative", bias=False,
@@ -75,7 +74,7 @@ def test_greedy_equals_ctranslate2_with_parts_of_t5(tmp_path: Path) -> None:
     check_greedy(tmp_path, preset("tiny", vocab_size=300, **t5), seed=7)
 
 
-@combinations
+@pytest.mark.combinations
 @pytest.mark.parametrize("norm_placement", ["pre", "post"])
 @pytest.mark.parametrize("rope_theta", [100.0, 10000.0])
 def test_greedy_equals_ctranslate2_with_rotated_positions(

@@ -49,7 +49,6 @@ from antiphon.text.tokenizer import Tokenizer, open_tokenizer
 from antiphon.tools.bench.ctranslate2_conversion import ctranslate2_specification, save_ctranslate2_model, translate
 from antiphon.transformer.greedy import greedy
 from tests.fakes import limits_for, request_of
-from tests.marks import combinations
 from tests.parity.test_ctranslate2 import random_checkpoint
 
 NAMES = (
@@ -180,7 +179,7 @@ def test_int8_weights_give_the_outputs_of_ctranslate2(
     assert first(ours(integers, words, "float32", beam_width=beam_width, **penalty)) == expected
 
 
-@combinations
+@pytest.mark.combinations
 def test_int8_products_lose_no_more_than_those_of_ctranslate2(
     integers: Bundle, integer_folder: Path, words: list[list[str]], tmp_path: Path
 ) -> None:
@@ -245,7 +244,7 @@ RANDOM: dict[str, dict[str, object]] = {
 ROUNDING = {None: 0.0, "int8": 0.51 / 127, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 
 
-@combinations
+@pytest.mark.combinations
 @pytest.mark.parametrize("quantization", ROUNDING)
 @pytest.mark.parametrize("name", RANDOM)
 def test_random_model_is_equal_after_export_and_import(tmp_path: Path, name: str, quantization: str | None) -> None:
@@ -266,7 +265,7 @@ def test_random_model_is_equal_after_export_and_import(tmp_path: Path, name: str
         assert (weights[key] - wanted).abs().max() <= ROUNDING[quantization] * wanted.abs().max(), key
 
 
-@combinations
+@pytest.mark.combinations
 @pytest.mark.parametrize("quantization", [None, "int8"])
 def test_random_model_gives_the_outputs_of_ctranslate2(tmp_path: Path, quantization: str | None) -> None:
     checkpoint = random_checkpoint(preset("tiny", vocab_size=300, **RANDOM["untied"]), seed=5)

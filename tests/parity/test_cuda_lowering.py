@@ -30,7 +30,7 @@ from antiphon.export.verify import verify, verify_encoder
 from antiphon.ops.cuda.nodes import NODES
 from antiphon.ops.operator import Node
 from antiphon.transformer.random_model import random_transformer
-from tests.marks import combinations, mostly
+from tests.marks import marked
 from tests.parity import test_decoder_only, test_encoders
 from tests.parity.exports import small_config
 from tests.parity.test_native_graph import ALL_VARIANTS
@@ -75,7 +75,7 @@ def files_of(graphs: GraphSet) -> dict[str, str]:
     return {part: file for part, file in parts if file is not None}
 
 
-@pytest.mark.parametrize("name", mostly(combinations, MODELS, but=["paper", "t5", "albert"]))
+@pytest.mark.parametrize("name", marked(MODELS, "combinations", but=["paper", "t5", "albert"]))
 def test_cuda_graphs_agree_with_the_transformer(name: str, tmp_path: Path) -> None:
     """The comparison feeds single tokens and prefixes; rows are at different positions; batches have padding."""
     model = random_transformer(config_of(name), seed=1)
@@ -170,7 +170,7 @@ def test_largest_widths_are_accepted() -> None:
     check_config(small_config(**DECODER, head_dim=256), "float32")
 
 
-@combinations
+@pytest.mark.combinations
 def test_bundle_with_native_and_cuda_graphs_is_written_and_loaded(checkpoint: Checkpoint, tmp_path: Path) -> None:
     bundle = export_bundle(
         checkpoint, tmp_path / "bundle", precisions=("float32", "bfloat16"), lowerings=("native", "cuda")

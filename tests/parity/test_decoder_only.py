@@ -29,7 +29,7 @@ from antiphon.transformer.random_model import random_transformer
 from antiphon.v1 import inference_pb2 as pb
 from tests.bundle_serving import serving_bundle
 from tests.fakes import changed, request_of, scored
-from tests.marks import combinations, mostly
+from tests.marks import marked
 from tests.parity.answers_together import answer
 from tests.parity.crowd import Crowd
 from tests.parity.decoder_checkpoints import write_decoder
@@ -45,7 +45,7 @@ DECODERS: dict[str, dict[str, object]] = {
 ALONE: dict[str, object] = dict(architecture="decoder", encoder_layers=0)
 
 
-@pytest.fixture(scope="module", params=mostly(combinations, DECODERS, but=["llama"]))
+@pytest.fixture(scope="module", params=marked(DECODERS, "combinations", but=["llama"]))
 def bundle(request: pytest.FixtureRequest) -> Bundle:
     return shared_export(f"{request.param}-alone", ALONE | DECODERS[request.param])
 
@@ -90,7 +90,7 @@ def imported_from(folder: Path, name: str, rewrite: Callable[[Path], None] | Non
     )
 
 
-@pytest.fixture(scope="module", params=mostly(combinations, ["gpt2", "llama"], but=["gpt2"]))
+@pytest.fixture(scope="module", params=marked(["gpt2", "llama"], "combinations", but=["gpt2"]))
 def imported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Imported:
     return imported_from(tmp_path_factory.mktemp(request.param), request.param)
 
@@ -136,14 +136,14 @@ def test_prompts_in_a_batch_get_the_tokens_of_transformers(
     check_together(imported, SamplingParams(max_new_tokens=12, **ours), **theirs)
 
 
-@combinations
+@pytest.mark.combinations
 @pytest.mark.parametrize("name", ["mistral", "qwen2"])
 def test_mistral_and_qwen2_get_the_tokens_of_transformers(tmp_path: Path, name: str) -> None:
     """Mistral within its window, the longest prompt up to its last position; Qwen2 with only some biases."""
     check_together(imported_from(tmp_path, name), SamplingParams(max_new_tokens=12))
 
 
-@combinations
+@pytest.mark.combinations
 @pytest.mark.parametrize("name", ["llama3", "llama_linear"])
 @pytest.mark.parametrize("is_old", [False, True], ids=["rope_parameters", "rope_scaling"])
 def test_scaled_rotary_positions_get_the_tokens_of_transformers(tmp_path: Path, name: str, is_old: bool) -> None:

@@ -21,7 +21,7 @@ from antiphon.export.ports import Port
 from antiphon.export.verify import verify_encoder
 from antiphon.transformer.random_model import random_transformer
 from antiphon.transformer.transformer import Transformer
-from tests.marks import combinations, mostly
+from tests.marks import marked
 from tests.parity.exports import export_random, small_config, write_checkpoint
 
 ALONE: dict[str, object] = dict(architecture="encoder", decoder_layers=0)
@@ -57,7 +57,7 @@ ENCODERS: dict[str, dict[str, object]] = {
 SOURCE_LENS = (17, 1, 33, 5, 16)
 
 
-@pytest.fixture(scope="module", params=mostly(combinations, ENCODERS, but=["bert"]))
+@pytest.fixture(scope="module", params=marked(ENCODERS, "combinations", but=["bert"]))
 def bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     return export_random(tmp_path_factory.mktemp(request.param), ALONE | ENCODERS[request.param])
 

@@ -21,7 +21,6 @@ from antiphon.server.settings import SHIPPED_BUNDLE
 from antiphon.training.corpus import load_collections
 from antiphon.training.recipe import Recipe, TrainConfig
 from tests.integration.process import ServerProcess
-from tests.marks import combinations
 from tests.pair_collections import collections, pairs_of
 from tests.recipe_files import write_recipe
 
@@ -144,7 +143,7 @@ def test_recorded_quality_equals_the_score_of_each_precision(
         assert held.sha256 == together
 
 
-@combinations
+@pytest.mark.combinations
 def test_quality_is_recorded_for_a_bundle_without_float32_graphs_with_its_checkpoint(
     bundle: Bundle, checkpoint: Checkpoint, files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -161,7 +160,7 @@ def test_quality_is_recorded_for_a_bundle_without_float32_graphs_with_its_checkp
     assert (held.precision, held.value, held.float32) == ("int8", scores[0]["bleu"], scores[1]["bleu"])
 
 
-@combinations
+@pytest.mark.combinations
 def test_graphs_for_a_gpu_are_not_recorded_by_a_processor(
     checkpoint: Checkpoint, files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -182,7 +181,7 @@ def test_source_beyond_the_limit_counts_as_untranslated(
     assert (tmp_path / "out").read_text(encoding="utf-8").split("\n")[1] == ""
 
 
-@combinations
+@pytest.mark.combinations
 def test_named_collections_of_a_recipe_are_scored_without_the_others(
     bundle: Bundle, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

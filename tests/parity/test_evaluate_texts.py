@@ -17,7 +17,6 @@ import transformers
 from antiphon.bundle.manifest import load_bundle, write_manifest
 from antiphon.cli.main import main
 from antiphon.importer.importer import ImportOptions, import_checkpoint
-from tests.marks import combinations
 from tests.parity.decoder_checkpoints import SIZES, write_decoder
 
 LONGEST = int(str(SIZES["max_position_embeddings"]))
@@ -80,7 +79,7 @@ def test_perplexity_is_exp_of_the_loss_of_transformers(
     assert (score["tokens"], score["texts"], score["skipped"]) == (num_tokens, num_texts, len(TEXTS) - num_texts)
 
 
-@combinations
+@pytest.mark.combinations
 def test_loss_per_byte_and_per_character_counts_the_text_of_the_scored_tokens(
     imported: Imported, text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -96,7 +95,7 @@ def test_loss_per_byte_and_per_character_counts_the_text_of_the_scored_tokens(
     assert num_bytes > sum(map(len, decoded)) + marks
 
 
-@combinations
+@pytest.mark.combinations
 def test_recorded_perplexity_equals_the_score_of_each_precision(
     imported: Imported, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -115,7 +114,7 @@ def test_recorded_perplexity_equals_the_score_of_each_precision(
         assert held.sha256 == hashlib.sha256(text.read_bytes()).hexdigest()
 
 
-@combinations
+@pytest.mark.combinations
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -136,7 +135,7 @@ def test_wrong_argument_is_named(
     assert message in capsys.readouterr().err
 
 
-@combinations
+@pytest.mark.combinations
 def test_bundle_without_float32_graphs_is_not_recorded(
     imported: Imported, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -149,7 +148,7 @@ def test_bundle_without_float32_graphs_is_not_recorded(
     assert not load_bundle(copy).manifest.quality
 
 
-@combinations
+@pytest.mark.combinations
 def test_profile_reports_that_it_measures_only_encoders(imported: Imported, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["profile", str(imported.bundle)]) == 2
     (line,) = capsys.readouterr().err.splitlines()

@@ -28,7 +28,7 @@ from antiphon.runtime.explain import Explainer
 from antiphon.transformer.layers import CrossAttention, SelfAttention
 from antiphon.transformer.random_model import random_transformer
 from antiphon.transformer.transformer import Transformer
-from tests.marks import combinations, mostly
+from tests.marks import marked
 from tests.parity.conftest import VARIANTS
 from tests.parity.exports import small_config
 
@@ -82,7 +82,7 @@ def test_recorded_weights_times_values_are_the_outputs_of_attention(overrides: d
     assert not maps["decoder_self"].triu(1).any()
 
 
-@pytest.mark.parametrize("name", mostly(combinations, ["odd", *VARIANTS], but=["odd"]))
+@pytest.mark.parametrize("name", marked(["odd", *VARIANTS], "combinations", but=["odd"]))
 def test_explain_graph_equals_pytorch_for_every_storage_of_its_weights(name: str, tmp_path: Path) -> None:
     model = random_transformer(small_config(**({"odd": ODD} | VARIANTS)[name]))
     traced = trace_explain(model)
@@ -108,7 +108,7 @@ def test_export_adds_an_explain_graph_of_each_precision(bundle: Bundle) -> None:
     assert {"explain.float32.onnx", "explain.int8.onnx"} <= bundle.manifest.files.keys()
 
 
-@combinations
+@pytest.mark.combinations
 def test_explain_graph_uses_the_weights_that_are_already_stored(checkpoint: Checkpoint, tmp_path: Path) -> None:
     sizes = []
     for explain_too in (False, True):
@@ -154,7 +154,7 @@ def test_explainer_accepts_the_longest_source_and_target_and_a_begin_token_alone
     assert explainer.explain(SOURCE, [1])["decoder_self"].tolist() == np.ones((2, 4, 1, 1)).tolist()
 
 
-@combinations
+@pytest.mark.combinations
 def test_explainer_refuses_a_bundle_without_the_graph(checkpoint: Checkpoint, tmp_path: Path) -> None:
     bundle = export_bundle(checkpoint, tmp_path / "small", precisions=("int8",), explain=False)
     assert "explain" not in (tmp_path / "small" / "manifest.json").read_text()
@@ -172,7 +172,7 @@ def test_explainer_refuses_more_weights_than_its_bound(bundle: Bundle, monkeypat
         explainer.explain(SOURCE, [*TARGET, 5])
 
 
-@combinations
+@pytest.mark.combinations
 @pytest.mark.parametrize("most", [0, 500, 1000, 4321])
 def test_longest_target_is_the_largest_whose_weights_are_computed(
     bundle: Bundle, monkeypatch: pytest.MonkeyPatch, most: int

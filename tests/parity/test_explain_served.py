@@ -27,7 +27,7 @@ from antiphon.transformer.positions import rotary_tables
 from antiphon.transformer.transformer import Transformer
 from antiphon.v1 import inference_pb2 as pb
 from tests.bundle_serving import serving_bundle
-from tests.marks import combinations, mostly
+from tests.marks import marked
 from tests.parity import decoder_checkpoints, encoder_checkpoints, seq2seq_checkpoints
 from tests.parity.exports import small_config, write_checkpoint
 
@@ -71,14 +71,14 @@ def imported(folder: Path, auto: Any) -> Imported:
     return Imported(theirs=theirs, folder=folder / "theirs", bundle=import_checkpoint(options))
 
 
-@pytest.fixture(scope="module", params=mostly(combinations, SEQ2SEQ, but=["t5"]))
+@pytest.fixture(scope="module", params=marked(SEQ2SEQ, "combinations", but=["t5"]))
 def seq2seq(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Imported:
     folder = tmp_path_factory.mktemp(request.param)
     seq2seq_checkpoints.save(folder / "theirs", request.param)
     return imported(folder, transformers.AutoModelForSeq2SeqLM)
 
 
-@pytest.fixture(scope="module", params=mostly(combinations, ENCODERS, but=["bert"]))
+@pytest.fixture(scope="module", params=marked(ENCODERS, "combinations", but=["bert"]))
 def encoder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Imported:
     folder, (kind, settings) = tmp_path_factory.mktemp(request.param), ENCODERS[request.param]
     config = getattr(transformers, kind).config_class(**settings)
@@ -86,7 +86,7 @@ def encoder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return imported(folder, transformers.AutoModelForMaskedLM)
 
 
-@pytest.fixture(scope="module", params=mostly(combinations, DECODERS, but=["gpt2"]))
+@pytest.fixture(scope="module", params=marked(DECODERS, "combinations", but=["gpt2"]))
 def decoder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Imported:
     folder = tmp_path_factory.mktemp(request.param)
     decoder_checkpoints.write_decoder(folder / "theirs", request.param)
@@ -307,7 +307,7 @@ async def test_learned_positions_are_unimplemented_when_the_bundle_has_no_tables
     assert caught.value.code is grpc.StatusCode.UNIMPLEMENTED
 
 
-@combinations
+@pytest.mark.combinations
 async def test_positions_of_alibi_equal_those_of_bloom(tmp_path: Path) -> None:
     config = small_config(positions="alibi", architecture="decoder", encoder_layers=0)
     bundle = export_bundle(
@@ -321,7 +321,7 @@ async def test_positions_of_alibi_equal_those_of_bloom(tmp_path: Path) -> None:
     check_biases(found[DECODER, "POSITION_KIND_ALIBI"], biases)
 
 
-@combinations
+@pytest.mark.combinations
 async def test_sinusoids_equal_those_of_pytorch_without_tables_in_the_bundle(tmp_path: Path) -> None:
     """Bundles of earlier versions have no tables of positions; sinusoids need none."""
     config = small_config(positions="sinusoidal", architecture="encoder-decoder", encoder_layers=1)

@@ -19,7 +19,6 @@ from antiphon.export import export, ports, trace
 from antiphon.export.export import export_bundle
 from antiphon.transformer.random_model import random_transformer
 from antiphon.transformer.transformer import Transformer
-from tests.marks import combinations
 from tests.parity.exports import small_config
 
 
@@ -108,7 +107,7 @@ def test_native_graphs_contain_only_operators_of_this_project(bundle: Bundle) ->
             assert {node.domain for node in ir.load(bundle.file(name)).graph} == {"antiphon"}
 
 
-@combinations
+@pytest.mark.combinations
 def test_export_refuses_graphs_that_disagree_with_the_model(
     checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,7 +132,7 @@ def test_export_refuses_an_existing_directory(checkpoint: Checkpoint, tmp_path: 
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 
 
-@combinations
+@pytest.mark.combinations
 def test_export_with_overwrite_removes_every_file_of_the_old_bundle(checkpoint: Checkpoint, tmp_path: Path) -> None:
     target = tmp_path / "bundle"
     target.mkdir()

@@ -28,7 +28,7 @@ from antiphon.domain.sampling_params import SamplingParams
 from antiphon.export.export import export_bundle
 from antiphon.runtime.native import NativeRunner
 from tests.fakes import changed, request_of, scored
-from tests.marks import combinations, mostly
+from tests.marks import marked
 from tests.parity.crowd import Crowd
 
 ROUNDS = int(os.environ.get("ANTIPHON_IDENTITY_ROUNDS") or 2)
@@ -157,7 +157,7 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
     loop.close()
 
 
-@pytest.mark.parametrize("threads", mostly(combinations, [1, 2], but=[2]))
+@pytest.mark.parametrize("threads", marked([1, 2], "combinations", but=[2]))
 @pytest.mark.parametrize("precision", ["int8", "float32"])
 def test_requests_of_a_random_mix_are_bit_identical_to_each_alone(
     bundle: Bundle, loop: asyncio.AbstractEventLoop, precision: Precision, threads: int

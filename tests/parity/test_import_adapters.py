@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from antiphon.errors import SourceError, VerificationError
 from antiphon.importer.importer import ImportOptions, _convert, _inspect
 from antiphon.transformer.transformer import Transformer
-from tests.marks import combinations, mostly
+from tests.marks import marked
 from tests.parity import seq2seq_checkpoints
 from tests.parity.adapters import open_adapted, outputs_of_ours, outputs_of_theirs, train_adapter
 from tests.parity.decoder_checkpoints import DECODERS, write_decoder
@@ -174,7 +174,7 @@ def import_adapted(base: Path, adapter: Path | None) -> Transformer:
         return _convert(_inspect(options), options, Path(text_folder))[0].model
 
 
-@pytest.mark.parametrize("name", mostly(combinations, CASES, but=["marian, feed-forward", "gpt2, magnitudes"]))
+@pytest.mark.parametrize("name", marked(CASES, "combinations", but=["marian, feed-forward", "gpt2, magnitudes"]))
 def test_imported_model_equals_peft_merged_and_unmerged(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     base, adapter = write_adapted(case, tmp_path)

@@ -19,7 +19,7 @@ from antiphon.architecture.heads import FIRST_TOKEN_TASKS, Task
 from antiphon.errors import SourceError
 from antiphon.export.bundle_model import NativeEncoder
 from antiphon.importer.importer import ImportOptions, import_checkpoint
-from tests.marks import combinations, mostly
+from tests.marks import marked
 from tests.parity.encoder_checkpoints import SPECIAL, read_checkpoint, write_checkpoint
 
 LENS = (13, 1, 29, 6)
@@ -226,7 +226,7 @@ def test_encoder_and_heads_equal_those_of_transformers(name: str, tmp_path: Path
             torch.testing.assert_close(model.read_out(task, read), expected[task], **CLOSE)
 
 
-@pytest.mark.parametrize("name", mostly(combinations, EXPORTED, but=["albert_pretraining"]))
+@pytest.mark.parametrize("name", marked(EXPORTED, "combinations", but=["albert_pretraining"]))
 def test_imported_graphs_equal_the_model_of_transformers(name: str, tmp_path: Path) -> None:
     """The whole command is tested: weights, text files and graphs; int8 within the tolerance of the verification."""
     case = CASES[name]

@@ -18,7 +18,6 @@ from antiphon.client import Options
 from antiphon.text.format import LanguageIds, fill
 from antiphon.text.tokenizer import Tokenizer, open_tokenizer
 from tests.bundle_serving import serving_bundle
-from tests.marks import combinations
 
 DATA = Path(os.environ.get("ANTIPHON_DATA", ".")) / "reported-checkpoints"
 pytestmark = pytest.mark.skipif(not DATA.is_dir(), reason="ANTIPHON_DATA has no reported-checkpoints")
@@ -76,7 +75,7 @@ def original_answer(model: Any, source: list[int], **options: Any) -> list[int]:
     return list(itertools.takewhile(lambda token_id: token_id not in ends, new))
 
 
-@combinations
+@pytest.mark.combinations
 @pytest.mark.parametrize("name", [name for name in GENERATING if name != "mbart_nostart"])
 async def test_served_ids_and_answers_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
     bundle = await asyncio.to_thread(imported, name, tmp_path / "bundle")
@@ -132,7 +131,7 @@ def test_sampling_settings_become_defaults(tmp_path: Path) -> None:
     )
 
 
-@combinations
+@pytest.mark.combinations
 async def test_settings_that_no_server_accepts_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bundle = await asyncio.to_thread(imported, "g_beams_early", tmp_path / "bundle")
     said = capsys.readouterr().err
@@ -142,7 +141,7 @@ async def test_settings_that_no_server_accepts_are_left_out(tmp_path: Path, caps
         assert (await served.client.generate_text("the small word", Options(max_new_tokens=4))).token_ids
 
 
-@combinations
+@pytest.mark.combinations
 async def test_score_of_a_single_label_is_that_of_the_pipeline(tmp_path: Path) -> None:
     """Every cross-encoder has one label and no problem_type."""
     bundle = await asyncio.to_thread(imported, "cross", tmp_path / "bundle")
@@ -153,7 +152,7 @@ async def test_score_of_a_single_label_is_that_of_the_pipeline(tmp_path: Path) -
     assert [label.score for label in answer.labels] == pytest.approx([label["score"] for label in expected], abs=1e-5)
 
 
-@combinations
+@pytest.mark.combinations
 async def test_vector_of_a_text_is_the_declared_one(tmp_path: Path) -> None:
     """modules.json names pooling by the first token, and normalisation."""
     bundle = await asyncio.to_thread(imported, "st_cls", tmp_path / "bundle")

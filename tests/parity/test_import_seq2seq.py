@@ -22,7 +22,7 @@ from antiphon.export.bundle_model import run_native
 from antiphon.rpc.v1.options import own_defaults
 from antiphon.runtime.native import NativeRunner
 from tests.fakes import request_of
-from tests.marks import combinations, mostly
+from tests.marks import marked
 from tests.parity.answers_together import answer
 from tests.parity.exports import native_stepper
 from tests.parity.seq2seq_checkpoints import CHECKPOINTS, save
@@ -62,7 +62,7 @@ FAMILIES = ("marian", "t5", "bart", "mbart", "pegasus", "m2m100")
 
 
 @pytest.fixture(
-    scope="module", params=mostly(combinations, [name for name in CHECKPOINTS if name not in RELATIVES], but=FAMILIES)
+    scope="module", params=marked([name for name in CHECKPOINTS if name not in RELATIVES], "combinations", but=FAMILIES)
 )
 def imported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Imported:
     folder = tmp_path_factory.mktemp(request.param)
@@ -151,7 +151,7 @@ def test_beam_ids_equal_those_of_transformers_with_the_settings_of_the_checkpoin
     assert answers(imported.bundle, imported.sources, params) == expected
 
 
-@combinations
+@pytest.mark.combinations
 @pytest.mark.parametrize(
     ("name", "change", "options"),
     [

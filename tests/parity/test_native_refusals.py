@@ -21,7 +21,6 @@ from antiphon.ops.operator import NODE_PREFIXES
 from antiphon.ops.operators import OPERATORS
 from antiphon.ops.operators.linear import LINEAR
 from antiphon.ops.sampling import FLOAT_PARAMS, INT_PARAMS, neutral_sampling
-from tests.marks import combinations
 from tests.operators import NODES, SUBLAYERS, ints, normal, ramp, small_call, small_sizes
 from tests.parity.native_nodes import run_node
 
@@ -303,7 +302,7 @@ def test_random_lengths_and_tables_never_end_the_process(data: st.DataObject) ->
         assert (roomy[[0, -1]] == guard).all()
 
 
-@combinations
+@pytest.mark.combinations
 @pytest.mark.parametrize("kernels", ["portable", "avx2", "avxvnni", "avx512", "amx"])
 def test_kernels_of_every_processor_pass_the_same_tests(kernels: str) -> None:
     """Run the operators' tests again in a process with kernels that this processor would not choose."""

@@ -17,10 +17,9 @@ from pathlib import Path
 import pytest
 
 from hatch_build import compile_native
-from tests.marks import hardship
 from tests.operators import NODES
 
-pytestmark = hardship
+pytestmark = pytest.mark.hardship
 
 ROOT = Path(__file__).parents[2]
 ROUNDS = int(os.environ.get("ANTIPHON_SANITIZE_ROUNDS", "24"))

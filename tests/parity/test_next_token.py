@@ -24,7 +24,7 @@ from antiphon.ops.sampling import uniform_at
 from antiphon.server.settings import SHIPPED_BUNDLE
 from antiphon.v1 import inference_pb2 as pb
 from tests.bundle_serving import serving_bundle
-from tests.marks import combinations, mostly
+from tests.marks import marked
 from tests.parity.decoder_checkpoints import write_decoder
 from tests.parity.seq2seq_checkpoints import save
 
@@ -58,7 +58,7 @@ class Imported:
     logits_of: Callable[[Sequence[int]], Tensor]
 
 
-@pytest.fixture(scope="module", params=mostly(combinations, ["t5", "gpt2"], but=["t5"]))
+@pytest.fixture(scope="module", params=marked(["t5", "gpt2"], "combinations", but=["t5"]))
 def imported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Imported:
     folder = tmp_path_factory.mktemp(request.param)
     if request.param == "gpt2":
@@ -162,7 +162,9 @@ class Model:
     sources: Sequence[Any]
 
 
-@pytest.fixture(params=mostly(combinations, ["shipped_int8", "float32", "int8", "decoder_only"], but=["shipped_int8"]))
+@pytest.fixture(
+    params=marked(["shipped_int8", "float32", "int8", "decoder_only"], "combinations", but=["shipped_int8"])
+)
 async def model(request: pytest.FixtureRequest) -> AsyncIterator[Model]:
     path, settings = SHIPPED_BUNDLE, {}
     if request.param == "decoder_only":

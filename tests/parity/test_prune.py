@@ -29,7 +29,6 @@ from antiphon.training.pruning import (
 from antiphon.training.translation import Batch, Example, collate
 from antiphon.transformer.random_model import random_transformer
 from antiphon.transformer.transformer import Transformer
-from tests.marks import training
 from tests.parity.conftest import VARIANTS
 from tests.parity.exports import small_config
 
@@ -247,7 +246,7 @@ def texts(tmp_path: Path) -> tuple[Path, Path]:
     return paths
 
 
-@training
+@pytest.mark.training
 def test_prune_command_writes_a_checkpoint_that_exports(
     checkpoint: Checkpoint, texts: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -267,7 +266,7 @@ def test_prune_command_writes_a_checkpoint_that_exports(
     assert bundle.manifest.model.num_heads == 3
 
 
-@training
+@pytest.mark.training
 def test_prune_command_removes_a_share_of_all_heads(
     checkpoint: Checkpoint, texts: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -28,7 +28,6 @@ from antiphon.rpc.v1.options import own_defaults
 from antiphon.runtime.native import NativeRunner
 from antiphon.text.tokenizer import encode_sources
 from tests.fakes import changed, request_of
-from tests.marks import combinations
 from tests.parity.answers_together import answer
 from tests.parity.decoder_checkpoints import DECODERS, write_decoder
 from tests.parity.seq2seq_checkpoints import save
@@ -448,7 +447,7 @@ def ours(bundle: Bundle, request: Request) -> list[int]:
     return list(event.token_ids)
 
 
-@combinations
+@pytest.mark.combinations
 @pytest.mark.parametrize("case", ANSWERS)
 def test_reported_generation_settings_give_the_answer_of_the_original(case: str, tmp_path: Path) -> None:
     report = ANSWERS[case]
@@ -462,7 +461,7 @@ def test_reported_generation_settings_give_the_answer_of_the_original(case: str,
     assert ours(bundle, asked(report, SamplingParams(**own_defaults(bundle.manifest.generation)))) == expected
 
 
-@combinations
+@pytest.mark.combinations
 def test_top_k_beyond_the_vocabulary_is_as_no_top_k(tmp_path: Path) -> None:
     """vllm-project/vllm#14234, torch-spyre/sendnn-inference#542: top_k above the vocabulary ended the engine."""
     report = Report(report="vllm-project/vllm#14234", base="llama")

@@ -27,7 +27,7 @@ from antiphon.errors import SourceError, VerificationError
 from antiphon.importer import compare_pipeline
 from antiphon.importer.importer import ImportOptions, import_checkpoint
 from tests.bundle_serving import serving_bundle
-from tests.marks import combinations, mostly
+from tests.marks import marked
 from tests.parity import seq2seq_checkpoints
 from tests.parity.encoder_checkpoints import randomise, write_checkpoint
 
@@ -182,7 +182,7 @@ def imported(folder: Path, **options: Any) -> Path:
     return target
 
 
-@pytest.mark.parametrize("name", mostly(combinations, CASES, but=["listed modes, prompt, cut"]))
+@pytest.mark.parametrize("name", marked(CASES, "combinations", but=["listed modes, prompt, cut"]))
 async def test_embed_gives_the_declared_vector(name: str, tmp_path: Path) -> None:
     """One text alone and several at the same time; a request can still choose another pooling."""
     written = write(tmp_path / "checkpoint", CASES[name])
@@ -198,7 +198,7 @@ async def test_embed_gives_the_declared_vector(name: str, tmp_path: Path) -> Non
     assert len(first) == WIDTH
 
 
-@combinations
+@pytest.mark.combinations
 async def test_int8_graphs_have_the_dense_layer_too(tmp_path: Path) -> None:
     written = write(tmp_path / "checkpoint", CASES["T5 with dense without bias"])
     bundle = imported(written.folder, precisions=("int8",))
@@ -207,7 +207,7 @@ async def test_int8_graphs_have_the_dense_layer_too(tmp_path: Path) -> None:
     assert float(np.dot(found, written.embed(TEXTS[:1])[0].numpy())) > 0.97
 
 
-@combinations
+@pytest.mark.combinations
 async def test_lower_case_and_length_are_those_of_sentence_transformers(tmp_path: Path) -> None:
     case = Case(
         pooling=flags("mean"),
@@ -224,7 +224,7 @@ async def test_lower_case_and_length_are_those_of_sentence_transformers(tmp_path
     assert "8" in refusal.value.message
 
 
-@combinations
+@pytest.mark.combinations
 def test_length_of_the_command_takes_precedence(tmp_path: Path) -> None:
     others = {"sentence_bert_config.json": dict(max_seq_length=8)}
     written = write(tmp_path / "checkpoint", Case(pooling=flags("cls"), modes=("cls",), others=others))
@@ -232,7 +232,7 @@ def test_length_of_the_command_takes_precedence(tmp_path: Path) -> None:
     assert load_bundle(bundle).manifest.model.max_source_len == 20
 
 
-@combinations
+@pytest.mark.combinations
 def test_what_is_left_out_is_printed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     written = write(tmp_path / "checkpoint", CASES["listed modes, prompt, cut"])
     (written.folder / "sentence_bert_config.json").write_text(json.dumps(dict(max_seq_length=12)))
@@ -332,7 +332,7 @@ DECLARED_SCORES: dict[str, tuple[str, dict[str, Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", mostly(combinations, DECLARED_SCORES, but=["newer name"]))
+@pytest.mark.parametrize("name", marked(DECLARED_SCORES, "combinations", but=["newer name"]))
 async def test_scores_of_a_cross_encoder_are_those_that_it_declares(name: str, tmp_path: Path) -> None:
     file, settings, function = DECLARED_SCORES[name]
     folder = tmp_path / "checkpoint"

@@ -56,16 +56,15 @@ def record() -> list[Piece]:
     """Run the server and every command; return what a terminal shows."""
     pieces = [Piece(0.0, f"$ antiphon {shlex.join(SERVE)} &\n", is_typed=True)]
     clock = _Clock()
-    with _running(SERVE) as (server, output):
+    with _running(SERVE) as output:
         while not pieces[-1].text.endswith("\n") or len(pieces) == 1:
             pieces.append(clock.piece(os.read(output, 1 << 16)))
         for command in COMMANDS:
             clock.now_s += PAUSE_S
             pieces.append(Piece(clock.now_s, f"$ antiphon {shlex.join(command)}\n", is_typed=True))
             clock.start()
-            with _running(command) as (_, answer):
+            with _running(command) as answer:
                 pieces += [clock.piece(data) for data in _read(answer)]
-        server.send_signal(signal.SIGINT)
     return pieces
 
 
@@ -87,16 +86,18 @@ class _Clock:
 
 
 @contextmanager
-def _running(command: list[str]) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-    """Run a subcommand in a terminal of its own; give the process and the terminal's output."""
+def _running(command: list[str]) -> Iterator[int]:
+    """Run a subcommand in a terminal of its own and give the terminal's output. Interrupt what runs at the end."""
     output, terminal = pty.openpty()
     process = subprocess.Popen(
         [*ANTIPHON, *command], stdin=terminal, stdout=terminal, stderr=terminal, env=environment()
     )
     os.close(terminal)
     try:
-        yield process, output
+        yield output
     finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
         process.wait(timeout=60)
         os.close(output)
 

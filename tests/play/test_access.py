@@ -8,12 +8,11 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, expect
 
 from antiphon.client import Client, Options
-from tests.marks import pages
 from tests.play.browser import Watched
 from tests.play.pictures import PHONE, VIEWS, take_pictures
 from tests.play.play_process import PlayProcess
 
-pytestmark = pages
+pytestmark = pytest.mark.pages
 
 Open = Callable[..., Watched]
 

@@ -10,19 +10,18 @@ import pytest
 
 from tests.certificates import Authority
 from tests.integration.process import ServerProcess, antiphon
-from tests.marks import pages
 from tests.play.conftest import SHIPPED
 from tests.play.play_process import Addresses, PlayProcess
 
 
-@pages
+@pytest.mark.pages
 def test_play_ends_with_success_at_an_interrupt(server: ServerProcess) -> None:
     with PlayProcess(server) as play:
         play.process.send_signal(signal.SIGINT)
         assert play.process.wait(timeout=60) == 0
 
 
-@pages
+@pytest.mark.pages
 def test_play_listens_on_loopback_only(play: PlayProcess) -> None:
     addresses = {line.split()[1].rpartition(":")[0] for line in Path("/proc/net/tcp").read_text().splitlines()[1:]
                  if line.split()[1].endswith(f":{play.port:04X}") and line.split()[3] == "0A"}  # fmt: skip
@@ -51,7 +50,7 @@ def test_wrong_option_is_an_error_that_names_it(arguments: list[str], message: s
     assert message in done.stderr.decode()
 
 
-@pages
+@pytest.mark.pages
 def test_play_reports_a_server_that_is_away() -> None:
     with socket.create_server(("127.0.0.1", 0)) as unused:
         target = f"127.0.0.1:{unused.getsockname()[1]}"
@@ -64,7 +63,7 @@ def test_play_reports_a_server_that_is_away() -> None:
         assert memory["metrics_problem"].startswith(f"http://{target}/metrics cannot be read")
 
 
-@pages
+@pytest.mark.pages
 def test_play_uses_a_server_with_mutual_tls_and_tokens(tmp_path: Path) -> None:
     authority = Authority(tmp_path)
     pair, client = authority.server(), authority.client("someone")
@@ -96,7 +95,7 @@ def write_token(folder: Path, name: str) -> Path:
     return path
 
 
-@pages
+@pytest.mark.pages
 def test_play_in_front_of_workers_shows_the_cache_of_each(tmp_path: Path) -> None:
     with ServerProcess(SHIPPED, ["--workers", "2", "--admin-port", "0"]) as server, PlayProcess(server) as play:
         caches = json.loads(play.request("GET", "/api/memory")[2])["caches"]

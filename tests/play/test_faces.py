@@ -11,12 +11,11 @@ from playwright.sync_api import expect
 from antiphon.client import Client, Connection, Options, RetryPolicy, ServerError
 from tests.busy import repeated
 from tests.integration.process import ServerProcess
-from tests.marks import pages
 from tests.play.browser import Watched
 from tests.play.conftest import LONG, write_bundle
 from tests.play.play_process import PlayProcess
 
-pytestmark = pages
+pytestmark = pytest.mark.pages
 
 Open = Callable[..., Watched]
 

@@ -7,9 +7,8 @@ import pytest
 from numpy.typing import NDArray
 
 from antiphon.play.attention import Pattern, pattern_of
-from tests.marks import pages
 
-pytestmark = pages
+pytestmark = pytest.mark.pages
 
 KEYS = ["<s>", "the", "cat", "sat", "on", "the", "mat", "</s>"]
 SIZE = len(KEYS)

@@ -10,7 +10,6 @@ from playwright.sync_api import expect
 
 from antiphon.client import Client, Options
 from tests.integration.process import ServerProcess, num_submitted
-from tests.marks import pages
 from tests.play.browser import ROOT, Watched
 from tests.play.play_process import PlayProcess
 
@@ -32,7 +31,7 @@ HOSTILE_LINE = json.dumps(
 )
 
 
-@pages
+@pytest.mark.pages
 def test_text_of_a_model_is_never_interpreted_as_html(play: PlayProcess, open_page: Open) -> None:
     page = open_page(play.url).page
     answer = dict(status=200, content_type="application/x-ndjson", body=HOSTILE_LINE + "\n")
@@ -46,7 +45,7 @@ def test_text_of_a_model_is_never_interpreted_as_html(play: PlayProcess, open_pa
     assert page.locator("main img, main script").count() == 0
 
 
-@pages
+@pytest.mark.pages
 @pytest.mark.parametrize("view", VIEWS)
 def test_typed_markup_rtl_text_and_emoji_are_shown_as_text(play: PlayProcess, open_page: Open, view: str) -> None:
     text = f"{ATTACK} مرحبا 👩‍👩‍👧‍👦 \u202eabc \U0001f600"
@@ -63,7 +62,7 @@ def test_typed_markup_rtl_text_and_emoji_are_shown_as_text(play: PlayProcess, op
     assert "owned" not in page.title()
 
 
-@pages
+@pytest.mark.pages
 def test_text_of_100_000_characters_is_refused_in_words(play: PlayProcess, open_page: Open) -> None:
     page = open_page(play.url).page
     page.get_by_label("Text", exact=True).fill("wörter " * 14_286)
@@ -96,7 +95,7 @@ def test_requests_of_others_are_refused_before_the_model_is_asked(
     assert num_submitted(server.metrics()) == before
 
 
-@pages
+@pytest.mark.pages
 def test_answers_allow_no_other_origin_and_no_foreign_code(play: PlayProcess) -> None:
     for method, path in (("GET", "/"), ("GET", "/app.js"), ("GET", "/api/models"), ("OPTIONS", "/api/generate")):
         _, headers, _ = play.request(method, path)
@@ -113,7 +112,7 @@ def test_body_beyond_the_limit_is_refused_unread(play: PlayProcess) -> None:
     assert status == 413, answer
 
 
-@pages
+@pytest.mark.pages
 @pytest.mark.parametrize(
     ("path", "body", "field"),
     [
@@ -133,7 +132,7 @@ def test_wrong_bodies_are_refused_by_field(play: PlayProcess, path: str, body: d
     assert json.loads(answer.splitlines()[-1])["error"]["field"] == field
 
 
-@pages
+@pytest.mark.pages
 @pytest.mark.parametrize("path", ["/../pyproject.toml", "/%2e%2e/app.py", "//etc/passwd", "/static/app.js", "/app.py"])
 def test_files_outside_the_page_are_not_served(play: PlayProcess, path: str) -> None:
     assert play.request("GET", path)[0] == 404
@@ -174,7 +173,7 @@ USES = """async ([url, mode, type]) => {
 }"""
 
 
-@pages
+@pytest.mark.pages
 @pytest.mark.parametrize(
     ("mode", "content_type"), [("cors", "application/json"), ("cors", "text/plain"), ("no-cors", "text/plain")]
 )
@@ -188,7 +187,7 @@ def test_page_of_another_site_cannot_use_the_server(
     assert num_submitted(server.metrics()) == before
 
 
-@pages
+@pytest.mark.pages
 def test_page_cannot_be_embedded_by_another_site(play: PlayProcess, open_page: Open, other_site: str) -> None:
     watched = open_page(other_site)
     watched.expected += ["frame", "Refused", "violates"]
@@ -201,14 +200,14 @@ def test_page_cannot_be_embedded_by_another_site(play: PlayProcess, open_page: O
     assert page.frames[-1].locator(".brand").count() == 0
 
 
-@pages
+@pytest.mark.pages
 def test_vendored_files_have_their_licences() -> None:
     vendored = ROOT / "service" / "antiphon" / "play" / "static" / "vendor"
     for licence in ("lit-html.LICENSE", "inter.LICENSE"):
         assert "Copyright" in (vendored / licence).read_text(encoding="utf-8")
 
 
-@pages
+@pytest.mark.pages
 def test_seed_beyond_the_numbers_of_javascript_is_exact(play: PlayProcess, client: Client) -> None:
     seed = 2**64 - 1
     body = json.dumps({"text": "How are you?", "options": {"temperature": 1.0, "seed": str(seed)}}).encode()

@@ -14,7 +14,6 @@ from antiphon.text.format import TextFormat
 from tests.busy import repeated
 from tests.fakes import EOS_ID
 from tests.integration.process import ServerProcess, is_idle
-from tests.marks import pages
 from tests.play.browser import Watched
 from tests.play.play_process import Addresses, PlayProcess
 from tests.reliability.background import Background
@@ -58,7 +57,7 @@ def test_translate_shows_the_answer_and_each_probability(play: PlayProcess, clie
     assert shown == pytest.approx(of_text, abs=1e-6)
 
 
-@pages
+@pytest.mark.pages
 def test_sources_of_the_shipped_model_are_listed_when_they_are_asked_for(play: PlayProcess, open_page: Open) -> None:
     page = open_page(play.url).page
     provenance = load_bundle(SHIPPED_BUNDLE).manifest.provenance
@@ -72,7 +71,7 @@ def test_sources_of_the_shipped_model_are_listed_when_they_are_asked_for(play: P
     assert listed.all_text_contents() == expected
 
 
-@pages
+@pytest.mark.pages
 def test_translate_shows_the_alternatives_of_a_chosen_token(play: PlayProcess, client: Client, open_page: Open) -> None:
     page = typed(open_page, play.url)
     expected = client.generate_text(TEXT, Options(num_logprobs=8))
@@ -84,7 +83,7 @@ def test_translate_shows_the_alternatives_of_a_chosen_token(play: PlayProcess, c
     assert shown == [token_id for token_id, _ in expected.logprobs[1].alternatives]
 
 
-@pages
+@pytest.mark.pages
 def test_translate_continues_from_a_chosen_alternative_as_the_same_request_with_that_prefix(
     play: PlayProcess, client: Client, open_page: Open
 ) -> None:
@@ -101,7 +100,7 @@ def test_translate_continues_from_a_chosen_alternative_as_the_same_request_with_
     assert ids == [*prefix_ids, *continued.token_ids]
 
 
-@pages
+@pytest.mark.pages
 def test_translate_shows_the_best_outputs_of_a_beam_search(play: PlayProcess, client: Client, open_page: Open) -> None:
     page = typed(open_page, play.url)
     page.get_by_label("Beam width").fill("4")
@@ -110,7 +109,7 @@ def test_translate_shows_the_best_outputs_of_a_beam_search(play: PlayProcess, cl
     expect(page.locator(".outputs li span:first-child")).to_have_text([one.text for one in expected])
 
 
-@pages
+@pytest.mark.pages
 def test_translate_asks_for_the_alternatives_of_a_beam_search_when_a_token_is_opened(
     play: PlayProcess, client: Client, open_page: Open
 ) -> None:
@@ -125,7 +124,7 @@ def test_translate_asks_for_the_alternatives_of_a_beam_search_when_a_token_is_op
     assert [int(one.get_attribute("data-id") or "-1") for one in rows.all()] == list(expected.token_ids[:8])
 
 
-@pages
+@pytest.mark.pages
 def test_translate_shows_the_cost_that_the_server_reports(play: PlayProcess, client: Client, open_page: Open) -> None:
     page = typed(open_page, play.url)
     usage = client.generate_text(TEXT).usage
@@ -134,7 +133,7 @@ def test_translate_shows_the_cost_that_the_server_reports(play: PlayProcess, cli
     expect(figures.filter(has_text="Cache blocks")).to_contain_text(str(usage.cache_blocks))
 
 
-@pages
+@pytest.mark.pages
 def test_typing_quickly_leaves_no_work_on_the_server(play: PlayProcess, server: ServerProcess, open_page: Open) -> None:
     page = open_page(play.url).page
     box = page.get_by_label("Text", exact=True)
@@ -159,7 +158,7 @@ def stage_cells(page: Page, stage: str) -> list[float]:
     return [float(one.get_attribute("data-logprob") or "-inf") for one in cells]
 
 
-@pages
+@pytest.mark.pages
 def test_sampling_bars_equal_the_log_probabilities_of_the_server_after_every_stage(
     play: PlayProcess, client: Client, open_page: Open
 ) -> None:
@@ -179,7 +178,7 @@ def test_sampling_bars_equal_the_log_probabilities_of_the_server_after_every_sta
     assert [float(width.removesuffix("%")) / 100 for width in widths] == pytest.approx(shares, abs=1e-4)
 
 
-@pages
+@pytest.mark.pages
 def test_sampling_walks_along_the_target_token_by_token(play: PlayProcess, client: Client, open_page: Open) -> None:
     page = typed(open_page, f"{play.url}/#/sampling")
     first = client.next_token(TEXT, num_tokens=16)
@@ -193,7 +192,7 @@ def test_sampling_walks_along_the_target_token_by_token(play: PlayProcess, clien
     expect(rows.first).to_have_attribute("data-id", str(first.token_ids[0]))
 
 
-@pages
+@pytest.mark.pages
 def test_samples_of_a_seed_equal_the_servers_and_repeat(play: PlayProcess, client: Client, open_page: Open) -> None:
     page = typed(open_page, f"{play.url}/#/sampling")
     page.get_by_label("Temperature").fill("1.5")
@@ -216,7 +215,7 @@ SHOWS_WEIGHTS = """
 """
 
 
-@pages
+@pytest.mark.pages
 @pytest.mark.parametrize(
     ("model", "stack", "field"),
     [("en-de", "Cross", "cross"), ("en-de", "Encoder", "encoder_self"), ("bert", None, "encoder_self"),
@@ -251,7 +250,7 @@ SHOWS_TABLES = """
 """
 
 
-@pages
+@pytest.mark.pages
 def test_attention_shows_the_positions_of_each_part(play: PlayProcess, client: Client, open_page: Open) -> None:
     page = open_page(f"{play.url}/#/attention").page
     shown: list[list[int]] = []
@@ -264,7 +263,7 @@ def test_attention_shows_the_positions_of_each_part(play: PlayProcess, client: C
         shown = sizes
 
 
-@pages
+@pytest.mark.pages
 def test_beams_draw_the_tree_that_the_server_searched(play: PlayProcess, client: Client, open_page: Open) -> None:
     page = typed(open_page, f"{play.url}/#/beams")
     options = Options(beam_width=4, num_return_sequences=4, length_penalty=1.0, max_new_tokens=32)
@@ -279,7 +278,7 @@ def test_beams_draw_the_tree_that_the_server_searched(play: PlayProcess, client:
     assert float(best.get_attribute("data-score") or "nan") == pytest.approx(outputs[0].score)
 
 
-@pages
+@pytest.mark.pages
 def test_beams_grow_step_by_step(play: PlayProcess, client: Client, open_page: Open) -> None:
     page = typed(open_page, f"{play.url}/#/beams")
     best = client.generate_text(TEXT, Options(beam_width=4, max_new_tokens=32))
@@ -292,7 +291,7 @@ def test_beams_grow_step_by_step(play: PlayProcess, client: Client, open_page: O
     expect(page.locator("g.node[data-step='2']").first).to_be_visible()
 
 
-@pages
+@pytest.mark.pages
 def test_memory_shows_the_workspace_of_the_metrics(play: PlayProcess, server: ServerProcess, open_page: Open) -> None:
     page = open_page(f"{play.url}/#/memory").page
     page.get_by_role("button", name="Measure").click()
@@ -317,7 +316,7 @@ def test_memory_shows_the_workspace_of_the_metrics(play: PlayProcess, server: Se
     expect(page.locator("svg.chart circle")).to_have_count(len(lengths))
 
 
-@pages
+@pytest.mark.pages
 def test_memory_says_what_attention_would_need(play: PlayProcess, open_page: Open) -> None:
     page = open_page(f"{play.url}/#/memory").page
     for log2_length, matrix, layer in (
@@ -334,7 +333,7 @@ def test_memory_says_what_attention_would_need(play: PlayProcess, open_page: Ope
     expect(laptop).to_contain_text("23,170")  # the square root of 16 GiB by 8 heads and 4 bytes
 
 
-@pages
+@pytest.mark.pages
 def test_memory_colours_the_blocks_of_running_requests(play: PlayProcess, client: Client, open_page: Open) -> None:
     page = open_page(f"{play.url}/#/memory").page
     pool = page.locator("canvas.pool")
@@ -357,7 +356,7 @@ HAS_COLOUR = """() => {
 }"""
 
 
-@pages
+@pytest.mark.pages
 def test_read_classifies_tags_and_fills_as_the_server_does(play: PlayProcess, client: Client, open_page: Open) -> None:
     page = open_page(f"{play.url}/#/read").page
     choose_model(page, "bert")
@@ -383,14 +382,14 @@ def test_read_classifies_tags_and_fills_as_the_server_does(play: PlayProcess, cl
     expect(page.locator(".bars .piece").first).to_contain_text(filled.fillings[0].text.strip())
 
 
-@pages
+@pytest.mark.pages
 def test_views_of_generation_name_the_models_that_they_need(play: PlayProcess, open_page: Open) -> None:
     page = open_page(play.url).page
     choose_model(page, "bert")
     expect(page.get_by_role("status").filter(has_text="bert is an encoder model")).to_be_visible()
 
 
-@pages
+@pytest.mark.pages
 def test_chosen_languages_reach_the_model(open_page: Open) -> None:
     languages = {"en": 270, "de": 271, "fr": 272}
     text = TextFormat(

@@ -11,14 +11,13 @@ from antiphon.client import AsyncClient
 from antiphon.server.settings import SHIPPED_BUNDLE
 from antiphon.v1 import inference_pb2 as pb
 from tests.integration.process import ServerProcess, is_idle
-from tests.marks import hardship
 from tests.reliability.asking import LONG, NUM_KINDS, NUM_LONG_KINDS, Texts, references, streamed
 from tests.reliability.footprint import Footprint, check_nothing_is_left, settled, steady
 from tests.reliability.sizes import report, size
 from tests.reliability.storm import MOMENTS, Storm
 from tests.serving import SOURCE, asking, asking_whole, serving, stub_of
 
-pytestmark = hardship
+pytestmark = pytest.mark.hardship
 
 NUM_STREAMS = size("STREAMS", 64)
 NUM_CALLS = size("CALLS", 300)

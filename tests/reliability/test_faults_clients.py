@@ -16,13 +16,12 @@ import pytest
 from antiphon.client import AsyncClient, Client
 from antiphon.server.settings import SHIPPED_BUNDLE
 from tests.integration.process import PATIENCE_S, ServerProcess, environment, is_idle
-from tests.marks import hardship
 from tests.reliability.asking import LONG, Heard, streamed
 from tests.reliability.footprint import check_nothing_is_left, cpu_s, settled, steady
 from tests.reliability.sizes import size
 from tests.reliability.stalling_proxy import StallingProxy
 
-pytestmark = hardship
+pytestmark = pytest.mark.hardship
 
 NUM_KILLED = size("KILLED_CLIENTS", 2)
 STREAMS_EACH = 8

@@ -10,7 +10,6 @@ import pytest
 from antiphon.client import AsyncClient, Options, ServerError
 from antiphon.server.settings import SHIPPED_BUNDLE
 from tests.integration.process import ServerProcess, is_idle
-from tests.marks import hardship
 from tests.reliability.asking import LONG, ask, references, whole
 
 # Seconds added to the clock since boot: a machine that has just started, and one that has run for 30 years.
@@ -30,7 +29,10 @@ def _why_not() -> str | None:
     return tried.stderr.decode().strip() if tried.returncode else None
 
 
-pytestmark = [hardship, pytest.mark.skipif(_why_not() is not None, reason=f"no time namespace: {_why_not()}")]
+pytestmark = [
+    pytest.mark.hardship,
+    pytest.mark.skipif(_why_not() is not None, reason=f"no time namespace: {_why_not()}"),
+]
 
 
 def uptime_s() -> float:

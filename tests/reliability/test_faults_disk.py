@@ -17,11 +17,10 @@ from antiphon.errors import BundleError
 from antiphon.server.settings import SHIPPED_BUNDLE
 from tests.disks import disk_of
 from tests.integration.process import antiphon
-from tests.marks import hardship
 from tests.parity.seq2seq_checkpoints import save
 from tests.reliability.sizes import size
 
-pytestmark = hardship
+pytestmark = pytest.mark.hardship
 
 # Shares of the new bundle that fit on the disk beside the old one, or limits of file sizes.
 SHARES = [0.5, 0.02, 0.3, 0.9][: size("DISK_SHARES", 1)]

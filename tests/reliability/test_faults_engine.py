@@ -10,12 +10,11 @@ import pytest
 
 from antiphon.v1 import inference_pb2 as pb
 from tests.fakes import FakeClock, FakeRunner
-from tests.marks import hardship
 from tests.reliability.answers import check_stream
 from tests.reliability.sizes import size
 from tests.serving import SOURCE, Gate, Serving, asking, asking_whole, serving, stub_of
 
-pytestmark = hardship
+pytestmark = pytest.mark.hardship
 
 NUM_CALLS = size("FAULT_CALLS", 60) * 5
 

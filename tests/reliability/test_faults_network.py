@@ -10,14 +10,13 @@ import pytest
 
 from antiphon.server.settings import SHIPPED_BUNDLE
 from tests.integration.process import PATIENCE_S, ServerProcess, environment
-from tests.marks import hardship
 from tests.reliability.footprint import check_as_before, settled, steady
 from tests.reliability.lossy_link import LossyLink, why_not
 from tests.reliability.sizes import report, size
 
 NUM_CALLS = size("FAULT_CALLS", 60)
 LOSS = 0.05
-pytestmark = [hardship, pytest.mark.skipif(why_not() is not None, reason=str(why_not()))]
+pytestmark = [pytest.mark.hardship, pytest.mark.skipif(why_not() is not None, reason=str(why_not()))]
 
 
 @pytest.fixture

@@ -6,16 +6,16 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 import grpc
+import pytest
 
 from antiphon.client import AsyncClient, Connection, ServerError
 from antiphon.client.connection import RetryPolicy
 from antiphon.server.settings import SHIPPED_BUNDLE
 from tests.integration.process import ServerProcess
-from tests.marks import hardship
 from tests.reliability.asking import LASTING, Heard, Texts, references, streamed, whole
 from tests.reliability.sizes import report, size
 
-pytestmark = hardship
+pytestmark = pytest.mark.hardship
 
 NUM_CALLS = size("FAULT_CALLS", 60) * 2
 FEW_ROWS = ["--max-num-seqs", "8", "--max-queue-time-s", "3600"]  # most calls wait in the queue

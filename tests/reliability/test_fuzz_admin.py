@@ -14,13 +14,12 @@ from antiphon.client import Client
 from antiphon.server.settings import SHIPPED_BUNDLE
 from antiphon.v1 import admin_pb2
 from tests.integration.process import ServerProcess
-from tests.marks import hardship
 from tests.reliability.answers import REFUSALS, check_field
 from tests.reliability.sizes import size
 from tests.reliability.test_fuzz_messages import PATIENCE_S, fuzzed
 from tests.reliability.wire import messages
 
-pytestmark = hardship
+pytestmark = pytest.mark.hardship
 
 # With 40 examples, no request had a valid name and reached the handling of the path.
 NUM_EXAMPLES = size("FUZZ_ADMIN_EXAMPLES", 100)

@@ -14,14 +14,13 @@ from antiphon.engine.engine import Engine
 from antiphon.server.settings import SHIPPED_BUNDLE
 from antiphon.v1 import inference_pb2 as pb
 from tests.bundle_serving import serving_bundle
-from tests.marks import hardship
 from tests.reliability.answers import check_many, check_refusal, check_stream
 from tests.reliability.background import Background
 from tests.reliability.sizes import size
 from tests.reliability.wire import messages
 from tests.serving import fake_scorer, serving
 
-pytestmark = hardship
+pytestmark = pytest.mark.hardship
 
 NUM_EXAMPLES = size("FUZZ_EXAMPLES", 30)
 # The shipped bundle takes tens of milliseconds for each call.

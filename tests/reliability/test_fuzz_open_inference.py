@@ -16,14 +16,13 @@ from hypothesis.strategies import SearchStrategy
 from antiphon.engine.engine import Engine
 from antiphon.oip import inference_pb2 as oip
 from antiphon.v1 import inference_pb2 as pb
-from tests.marks import hardship
 from tests.reliability.answers import REFUSALS
 from tests.reliability.background import Background
 from tests.reliability.test_fuzz_messages import NUM_EXAMPLES, PATIENCE_S, fuzzed
 from tests.reliability.wire import messages
 from tests.serving import MODEL_NAME, serving
 
-pytestmark = hardship
+pytestmark = pytest.mark.hardship
 
 METHODS = {method.name: method for method in oip.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods}
 # The protocol's parameter `timeout` ends a request like a deadline.

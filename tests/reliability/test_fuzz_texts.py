@@ -9,12 +9,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.integration.process import environment
-from tests.marks import hardship
 from tests.reliability.fuzz_targets import SEEDS, TARGETS, check_text, shipped_tokenizer
 from tests.reliability.sizes import size
 from tests.reliability.test_fuzz_messages import fuzzed
 
-pytestmark = hardship
+pytestmark = pytest.mark.hardship
 
 NUM_EXAMPLES = size("FUZZ_EXAMPLES", 50) * 2
 # Every code point except surrogates, which UTF-8, and so a message, cannot contain.

@@ -9,7 +9,6 @@ from hypothesis import given
 
 from antiphon.v1 import inference_pb2 as pb
 from tests.explainers import FakeExplainer
-from tests.marks import hardship
 from tests.reliability.background import Background
 from tests.reliability.encoders import HEADS, MASK, VOCABULARY, encoder_requests
 from tests.reliability.test_fuzz_messages import GIVEN, NUM_EXAMPLES, call, fuzzed
@@ -17,7 +16,7 @@ from tests.reliability.test_limits_of_requests import ENCODER, METHODS, outcome,
 from tests.reliability.wire import messages
 from tests.serving import masked_tokenizer, serving
 
-pytestmark = hardship
+pytestmark = pytest.mark.hardship
 
 MASK_ID = masked_tokenizer().mask_id or 0
 REQUESTS = encoder_requests(MASK_ID)

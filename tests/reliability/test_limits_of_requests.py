@@ -13,7 +13,6 @@ from antiphon.text.tokenizer import Tokenizer
 from antiphon.v1 import inference_pb2 as pb
 from antiphon.v1.inference_pb2_grpc import InferenceServiceStub
 from tests.bundle_serving import serving_bundle
-from tests.marks import hardship
 from tests.reliability.answers import violation_of
 from tests.reliability.background import Background
 from tests.reliability.limits import (
@@ -29,7 +28,7 @@ from tests.reliability.limits import (
 )
 from tests.serving import asking_whole, serving, stub_of
 
-pytestmark = hardship
+pytestmark = pytest.mark.hardship
 
 # Requests of GenerateMany are those of Generate.
 METHODS = {

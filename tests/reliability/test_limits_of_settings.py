@@ -9,9 +9,8 @@ import pytest
 from antiphon.cli.main import main
 from antiphon.server.settings import SHIPPED_BUNDLE, ModelSettings, ServerConfig, fields
 from antiphon.server.settings_sources import flag_of
-from tests.marks import hardship
 
-pytestmark = hardship
+pytestmark = pytest.mark.hardship
 
 # Settings whose values have no limits of their own; other tests check them.
 FREE_TEXTS = {"models", "caller_metadata_key", "otlp_endpoint"}

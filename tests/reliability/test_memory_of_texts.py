@@ -13,10 +13,9 @@ from antiphon.server.settings import SHIPPED_BUNDLE
 from antiphon.v1 import inference_pb2 as pb
 from antiphon.v1.inference_pb2_grpc import InferenceServiceStub
 from tests.integration.process import ServerProcess
-from tests.marks import hardship
 from tests.reliability.footprint import Footprint, footprint, peak_bytes, settled
 
-pytestmark = hardship
+pytestmark = pytest.mark.hardship
 
 if TYPE_CHECKING:
     from antiphon.v1.inference_pb2_grpc import InferenceServiceAsyncStub

@@ -6,17 +6,16 @@ Only the long ones (make overload, make endurance) check rates, latencies and me
 import asyncio
 from dataclasses import replace
 
+import pytest
+
 from antiphon.load.drive import drive
 from antiphon.load.plan import Ask, Plan
 from antiphon.load.workload import EVERYDAY
 from antiphon.server.settings import SHIPPED_BUNDLE
 from tests.integration.process import ServerProcess, is_idle
-from tests.marks import hardship
 from tests.reliability import endurance
 from tests.reliability.overload import REFUSED
 from tests.reliability.sizes import size
-
-pytestmark = hardship
 
 # Two rows, and a queue of two requests.
 SMALL = ["--max-num-seqs", "2", "--max-queued-requests", "2"]
@@ -41,6 +40,7 @@ async def test_overload_is_refused_with_pushback_and_accepted_requests_are_answe
     assert result.num_ok + result.errors[REFUSED] == result.num_sent == result.num_scheduled
 
 
+@pytest.mark.hardship
 async def test_mixed_traffic_leaves_no_resources_behind() -> None:
     plan = endurance.Plan(duration_s=size("ENDURANCE_S", 4), warm_up_s=1, rate_per_s=25, sample_s=0.5)
     with ServerProcess(SHIPPED_BUNDLE) as server:

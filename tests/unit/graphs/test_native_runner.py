@@ -283,7 +283,7 @@ def test_native_runner_reports_measured_and_predicted_workspace(bundle: Bundle) 
     report = runner.encode(SOURCES, Tables(runner, SOURCES).cross)
     assert (report.rows, report.num_tokens, report.longest) == (3, 4 + 20 + 4, 20)
     assert report.predicted_fused_bytes == 100 + 10 * 28
-    assert report.predicted_materialised_bytes == 2 * 4 * (16 + 400 + 16)
+    assert report.predicted_materialised_bytes == bundle.manifest.model.num_heads * 4 * (16 + 400 + 16)
     assert report.peak_workspace_bytes is not None
     assert 0 < report.peak_workspace_bytes < 1 << 20
 

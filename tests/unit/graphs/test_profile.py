@@ -11,7 +11,6 @@ from antiphon.bundle.memory_fit import Measurement, fit_memory
 from antiphon.export import profile
 from antiphon.ops.workspace import Workspace
 from antiphon.runtime.native import NativeRunner
-from tests.marks import combinations
 from tests.unit.graphs.conftest import LONGEST
 
 
@@ -77,7 +76,7 @@ def test_profile_measures_linear_growth_beside_an_eager_encoder_whose_memory_gro
     rows = [line.split() for line in output.out.splitlines()[2:-1]]
     assert [name for name, *_ in rows] == ["eager-float32"] * 3 + ["native-float32"] * 3
     *_, exponent, _, quadratic, _ = rows[0]
-    assert float(exponent) > 1.7  # the rest of the workspace of so narrow a model is not small beside it
+    assert float(exponent) > 1.8
     # One matrix [B, H, T, T] of float32, which softmax overwrites.
     assert float(quadratic) == pytest.approx(4 * own_bundle.manifest.model.num_heads, rel=0.01)
     plot = own_bundle.path.with_name("tiny.memory.png")
@@ -105,7 +104,7 @@ def test_fit_of_packed_graphs_has_no_quadratic_term() -> None:
     assert fit.b > 200
 
 
-@combinations
+@pytest.mark.combinations
 def test_profile_of_a_random_model_measures_both_encoders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The native encoder's workspace follows its tokens, the eager one's their square."""
     plot = tmp_path / "plot.png"
@@ -134,7 +133,7 @@ def test_profile_refuses_a_wrong_random_model_in_one_line(
     assert message in line
 
 
-@combinations
+@pytest.mark.combinations
 def test_profile_omits_runs_that_exceed_memory(own_bundle: Bundle, capsys: pytest.CaptureFixture[str]) -> None:
     grid = profile.Grid(lengths=(16, 32, 64, LONGEST), rows=(1,), threads=1, budget_bytes=1 << 20)
     measurements = profile.measure_bundle(own_bundle, grid)
@@ -144,7 +143,7 @@ def test_profile_omits_runs_that_exceed_memory(own_bundle: Bundle, capsys: pytes
     assert Workspace().stats().limit_bytes == 0
 
 
-@combinations
+@pytest.mark.combinations
 def test_profile_refuses_a_budget_that_is_too_small(bundle: Bundle) -> None:
     grid = profile.Grid(lengths=(16, 400, LONGEST), rows=(1,), threads=1, budget_bytes=1 << 20)
     with pytest.raises(profile.ProfileError, match="fewer than 3 fit in memory for eager-float32"):

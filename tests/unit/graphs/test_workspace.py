@@ -19,7 +19,6 @@ from onnx import TensorProto, helper, numpy_helper
 import antiphon.ops
 from antiphon.errors import WorkspaceError
 from antiphon.ops.workspace import Workspace, _NativeStats
-from tests.marks import combinations
 
 NATIVE = Path(antiphon.ops.__file__).parent / "native"
 WIDTH, INNER = 32, 128
@@ -227,7 +226,7 @@ def test_workspace_library_refuses_an_onnx_runtime_without_its_interface(workspa
     assert messages == [(1, "this build of Antiphon's native library needs ONNX Runtime 1.18 or newer, not 1.17.3")]
 
 
-@combinations
+@pytest.mark.combinations
 @pytest.mark.parametrize("sanitizers", ["address,undefined", "thread"])
 def test_allocator_is_clean_under_sanitizers(tmp_path: Path, sanitizers: str) -> None:
     compiler = shutil.which("c++")

@@ -20,11 +20,10 @@ from antiphon.training.corpus import load_corpus
 from antiphon.transformer.greedy import greedy
 from antiphon.transformer.random_model import random_transformer
 from antiphon.transformer.transformer import Transformer
-from tests.marks import training
 from tests.parity.exports import small_config
 from tests.unit.lab.recurrent_models import toy_trial
 
-pytestmark = training
+pytestmark = pytest.mark.training
 
 torch.set_num_threads(1)
 

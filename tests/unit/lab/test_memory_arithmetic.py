@@ -31,9 +31,8 @@ from antiphon.training.losses import ROWS, padding_of
 from antiphon.training.task import Group
 from antiphon.transformer.random_model import random_transformer
 from antiphon.transformer.transformer import Transformer
-from tests.marks import combinations
 
-pytestmark = combinations
+pytestmark = pytest.mark.combinations
 
 TOLERANCE = 0.1
 BACKENDS: tuple[LabBackend, ...] = ("eager", "sdpa")

@@ -10,9 +10,8 @@ import pytest
 from antiphon.architecture.config import preset
 from antiphon.lab.memory import command
 from antiphon.ops.cache_geometry import blocks_for, pool_axes
-from tests.marks import training
 
-pytestmark = training
+pytestmark = pytest.mark.training
 
 BUNDLE = Path(__file__).parents[3] / "model" / "antiphon" / "bundles" / "en-de"
 

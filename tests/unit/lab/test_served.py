@@ -22,9 +22,8 @@ from antiphon.lab.served import (
     serving,
 )
 from tests.encoder_recipes import VERBS, command, fine_tune_recipe, pretrained
-from tests.marks import training
 
-pytestmark = training
+pytestmark = pytest.mark.training
 
 BUNDLE = Path(__file__).parents[3] / "model/antiphon/bundles/en-de"
 

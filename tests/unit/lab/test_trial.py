@@ -23,10 +23,9 @@ from antiphon.lab.experiments.encoders import BERT, COMPARE, COUNTS, STUDENT, TR
 from antiphon.lab.trial import Figures, Folders, Trial, run_trial
 from antiphon.training.recipe import load_any_recipe
 from tests.integration.process import environment
-from tests.marks import training
 from tests.unit.lab.recurrent_models import toy_setting, toy_trial
 
-pytestmark = training
+pytestmark = pytest.mark.training
 
 
 @pytest.fixture(autouse=True)

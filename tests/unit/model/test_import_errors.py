@@ -26,7 +26,6 @@ from antiphon.importer.generation_settings import comparable_generation
 from antiphon.importer.importer import ImportOptions, _adapter, _inspect
 from antiphon.importer.original_tokenizer import write_tokenizer
 from antiphon.text.tokenizer import open_tokenizer
-from tests.marks import combinations
 from tests.parity.decoder_checkpoints import write_decoder
 from tests.parity.seq2seq_checkpoints import save
 
@@ -157,7 +156,7 @@ def without_beams(*settings: Any) -> dict[str, Any]:
     return {**comparable_generation(*settings), "num_beams": 1, "repetition_penalty": 9.0}
 
 
-@combinations
+@pytest.mark.combinations
 def test_bundle_that_a_server_refuses_is_refused(
     checkpoint: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -204,7 +203,7 @@ def test_a_missing_part_of_an_index_is_named(checkpoint: Path, refused: Refused)
     assert "names 'model-2.safetensors', which is not in its directory" in refused(checkpoint)
 
 
-@combinations
+@pytest.mark.combinations
 def test_tokens_without_a_row_in_the_model_are_left_out_and_reported(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

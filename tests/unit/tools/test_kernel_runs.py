@@ -26,9 +26,8 @@ from antiphon.tools.bench.kernel_runs import (
     read_run,
     sample_run,
 )
-from tests.marks import combinations
 
-pytestmark = combinations
+pytestmark = pytest.mark.combinations
 
 ROOT = Path(__file__).parents[3]
 SHAPE = AttentionShape(rows=3, length=21, heads=2, width=24)

@@ -45,7 +45,6 @@ from antiphon.training.recipe import (
     load_recipe,
 )
 from antiphon.training.translation import RepeatedPairs, TokenSplitter, epoch_pairs
-from tests.marks import training
 from tests.pair_collections import collections, pairs_of
 from tests.recipe_files import write_recipe
 
@@ -507,7 +506,7 @@ def test_share_of_split_tokens_is_the_rate() -> None:
 
 
 @pytest.mark.skipif(DATA is None, reason="ANTIPHON_DATA does not name a folder with the training data")
-@training
+@pytest.mark.training
 def test_held_out_pairs_of_tatoeba_are_those_of_the_recipe_of_tatoeba_alone() -> None:
     folder, data = Path(str(DATA)), load_recipe("open-en-de").data
     # `antiphon corpus` makes the files of some collections; they are not in every data folder.

@@ -14,9 +14,8 @@ from antiphon.training.recipe import Distillation, PretrainRecipe
 from antiphon.training.trainer import Trainer
 from antiphon.transformer.transformer import Transformer
 from tests.encoder_recipes import GROUP, pretrain_recipe, pretrained
-from tests.marks import training
 
-pytestmark = training
+pytestmark = pytest.mark.training
 
 torch.set_num_threads(1)  # arrays this small are slower with several threads
 

@@ -28,10 +28,9 @@ from antiphon.transformer.dropout import Dropout
 from antiphon.transformer.layers import EncoderLayer
 from antiphon.transformer.neighbour_start import OFFSETS, POSITION_SIZE
 from tests.encoder_recipes import GROUP, commands, fine_tune_recipe, pretrain_recipe, pretrained
-from tests.marks import training
 from tests.recipe_files import check_equal_weights, killed_at
 
-pytestmark = training
+pytestmark = pytest.mark.training
 
 torch.set_num_threads(1)  # arrays this small are slower with several threads
 

@@ -25,10 +25,9 @@ from antiphon.training.task import RunFolders
 from antiphon.training.trainer import Trainer
 from antiphon.transformer.random_model import random_transformer
 from tests.language_recipes import GROUP, MODEL, language_recipe, running_text, trained_language_model
-from tests.marks import training
 from tests.recipe_files import check_equal_weights, killed_at
 
-pytestmark = training
+pytestmark = pytest.mark.training
 
 torch.set_num_threads(1)  # arrays this small are slower with several threads
 

@@ -32,7 +32,6 @@ from antiphon.transformer.greedy import greedy
 from antiphon.transformer.layers import SelfAttention
 from antiphon.transformer.random_model import random_transformer
 from antiphon.transformer.transformer import Transformer
-from tests.marks import training
 from tests.recipe_files import check_equal_weights, killed_at, write_recipe
 
 torch.set_num_threads(1)  # arrays this small are slower with several threads
@@ -105,7 +104,7 @@ def train(folder: Path, run: str, **settings: object) -> Path:
     return averaged
 
 
-@training
+@pytest.mark.training
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, optimizer: str) -> None:
     """A run killed at step 27 resumes from step 20 and ends with bit-identical weights, also with dropout."""
@@ -118,7 +117,7 @@ def test_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, optimizer: str)
     check_equal_weights(whole, train(tmp_path, "killed", optimizer=optimizer))
 
 
-@training
+@pytest.mark.training
 def test_two_processes_train_equal_weights(tmp_path: Path) -> None:
     """With torchrun two processes train on different batches, validate together and end with equal weights."""
     recipe = make_recipe(tmp_path, max_steps=60, checkpoint_every_steps=30)
@@ -138,7 +137,7 @@ def test_two_processes_train_equal_weights(tmp_path: Path) -> None:
     assert load_checkpoint(tmp_path / "run/averaged").config.d_model == 32
 
 
-@training
+@pytest.mark.training
 def test_training_learns_the_language(tmp_path: Path) -> None:
     checkpoint = load_checkpoint(train(tmp_path, "run", max_steps=600, peak_lr=1e-2, checkpoint_every_steps=200))
     tokenizer = checkpoint.tokenizer
@@ -153,7 +152,7 @@ def test_training_learns_the_language(tmp_path: Path) -> None:
     assert (tmp_path / "run/loss.png").stat().st_size > 0
 
 
-@training
+@pytest.mark.training
 def test_training_saves_its_last_step_when_it_ends_with_its_epochs(tmp_path: Path) -> None:
     """Regression: the run ended without a checkpoint, and the steps since the last interval (here all) were lost."""
     averaged = train(tmp_path, "run", max_epochs=2, max_steps=1000, checkpoint_every_steps=500, batch_tokens=2048)
@@ -179,7 +178,7 @@ def test_training_respects_lengths_that_are_not_multiples_of_the_padding(tmp_pat
     assert trainer.run() is not None
 
 
-@training
+@pytest.mark.training
 def test_early_stopping_ends_a_run_that_no_longer_improves(tmp_path: Path) -> None:
     trainer = make_trainer(
         tmp_path, "run", peak_lr=1e-12, max_steps=10_000, checkpoint_every_steps=1, patience=2, bf16=True
@@ -212,7 +211,7 @@ def test_gradient_checkpointing_changes_nothing_but_memory(tmp_path: Path) -> No
         torch.testing.assert_close(found[name], expected[name])
 
 
-@training
+@pytest.mark.training
 def test_average_is_the_mean_of_the_last_checkpoints(tmp_path: Path) -> None:
     averaged = read_tensors(train(tmp_path, "run") / "model.safetensors")
     kept = sorted((tmp_path / "run/checkpoints").iterdir())
@@ -270,7 +269,7 @@ def test_wrong_argument_ends_with_exit_code_2(
     assert not (tmp_path / "run").exists()
 
 
-@training
+@pytest.mark.training
 @pytest.mark.parametrize("choice", [HeadsPerModule(2), Share(0.5)], ids=["each", "share"])
 def test_training_continues_from_a_pruned_checkpoint(tmp_path: Path, choice: Choice) -> None:
     """--init gives shape, tokenizer and weights instead of the recipe; training recovers the loss of pruning."""
@@ -298,7 +297,7 @@ def test_training_from_an_encoder_only_checkpoint_is_refused(tmp_path: Path) -> 
         Trainer(make_recipe(tmp_path), tmp_path, tmp_path / "again", GROUP, init=replace(init, config=config))
 
 
-@training
+@pytest.mark.training
 @pytest.mark.parametrize("precision", ["float32", "int8"])
 def test_training_continues_from_a_bundle(tmp_path: Path, precision: Precision) -> None:
     """With a rate near zero the model of the bundle stays as it is; int8 weights differ by half a step at most."""
@@ -315,7 +314,7 @@ def test_training_continues_from_a_bundle(tmp_path: Path, precision: Precision) 
     assert load_checkpoint(tmp_path / "again/averaged").provenance == load_checkpoint(averaged).provenance
 
 
-@training
+@pytest.mark.training
 def test_training_from_a_damaged_bundle_exits_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     checkpoint = load_checkpoint(train(tmp_path, "run", max_steps=1, checkpoint_every_steps=1))
     bundle = export_bundle(checkpoint, tmp_path / "bundle", precisions=("float32",), explain=False)
