@@ -71,14 +71,17 @@ def test_operator_equals_eager_alone_and_together(name: str, seed: int) -> None:
     found, changed = run_copied(name, node)
     weights = [array for weight in operator.weights if (array := arrays[weight.name]) is not None]
     summed = max((weight.shape[-1] for weight in weights), default=1)
-    for output, result in zip(operator.node().outputs, found, strict=True):
-        np.testing.assert_allclose(result, expected[output.name], rtol=2e-5, atol=2e-5 * summed**0.5)
+    tolerance = 2e-5
     if "present" in expected:
         # Products are added in another order, and then round to another number of the cache's type.
-        tolerance = 0 if not operator.weights else 2e-3 if changed.dtype == np.float16 else 2e-5
-        np.testing.assert_allclose(changed, expected["present"], rtol=tolerance, atol=tolerance)
+        bound = 0 if not operator.weights else 2e-3 if changed.dtype == np.float16 else 2e-5
+        np.testing.assert_allclose(changed, expected["present"], rtol=bound, atol=bound)
+        if not np.array_equal(changed, expected["present"], equal_nan=True):
+            tolerance = max(tolerance, bound)  # the other number is attended to
     elif cache is not None:
         np.testing.assert_array_equal(changed, cache)
+    for output, result in zip(operator.node().outputs, found, strict=True):
+        np.testing.assert_allclose(result, expected[output.name], rtol=2e-5, atol=tolerance * summed**0.5)
     count, alone = last_row(operator, node[0])
     again, _ = run_copied(name, (alone, node[1]), threads=2)
     for output, result, single in zip(operator.node().outputs, found, again, strict=True):

@@ -11,6 +11,8 @@ from urllib.parse import urlsplit
 import pytest
 from playwright.sync_api import Browser, ConsoleMessage, Page, sync_playwright
 
+from tests.integration.process import PATIENCE_S
+
 ROOT = Path(__file__).parents[2]
 UNPACKED = ROOT / "build" / "browser" / "usr" / "bin"
 NAMES = ("chromium-headless-shell", "chromium", "google-chrome")
@@ -55,6 +57,7 @@ class Watched:
     expected: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.page.set_default_timeout(PATIENCE_S * 1000)
         self.page.on("console", self._note_message)
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
         self.page.on("request", lambda request: self.hosts.add(urlsplit(request.url).hostname or request.url[:20]))

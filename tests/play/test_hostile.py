@@ -46,6 +46,21 @@ def test_text_of_a_model_is_never_interpreted_as_html(play: PlayProcess, open_pa
 
 
 @pytest.mark.pages
+@pytest.mark.parametrize(("pieces", "direction"), [(["1. ", "مرحبا", " abc"], "rtl"), (["1. ", "abc", " مرحبا"], "ltr")])
+def test_answer_runs_in_the_direction_of_its_first_letter(
+    play: PlayProcess, open_page: Open, pieces: list[str], direction: str
+) -> None:
+    page = open_page(play.url).page
+    tokens = [dict(id=1, piece=piece, logprob=-0.1, alternatives=[]) for piece in pieces]
+    line = dict(type="tokens", output=0, text="".join(pieces), num_tokens=3, tokens=tokens)
+    answer = dict(status=200, content_type="application/x-ndjson", body=json.dumps(line) + "\n")
+    page.route("**/api/generate", lambda route: route.fulfill(**answer))
+    page.get_by_label("Text", exact=True).fill("anything")
+    expect(page.locator(".token").nth(2)).to_be_visible()
+    expect(page.locator(".tokens")).to_have_css("direction", direction)
+
+
+@pytest.mark.pages
 @pytest.mark.parametrize("view", VIEWS)
 def test_typed_markup_rtl_text_and_emoji_are_shown_as_text(play: PlayProcess, open_page: Open, view: str) -> None:
     text = f"{ATTACK} مرحبا 👩‍👩‍👧‍👦 \u202eabc \U0001f600"

@@ -33,6 +33,14 @@ export function visible(piece) {
   return piece.replace(/^ /, '▁').replaceAll('\n', '⏎').replaceAll('\t', '⇥');
 }
 
+const RIGHT_TO_LEFT = /^[\u0590-\u08ff\ufb1d-\ufdff\ufe70-\ufefc\u{10800}-\u{10fff}\u{1e800}-\u{1efff}]/u;
+
+// Direction of a text by its first letter. dir="auto" would find the same, but again for each element that is added:
+// quadratic in the length of an answer.
+export function direction(text) {
+  return RIGHT_TO_LEFT.test(text.match(/\p{L}/u)?.[0] ?? '') ? 'rtl' : 'ltr';
+}
+
 export function bar(share, kind = '') {
   const width = Math.max(0, Math.min(1, share ?? 0)) * 100;
   return html`<span class="bar ${kind}" aria-hidden="true"><span .style=${`width: ${width}%`}></span></span>`;

@@ -1,7 +1,7 @@
 // Targets as they are generated, each token shaded by its probability. A token's alternatives continue from there.
 
 import { post, postLines } from '../api.js';
-import { bar, bytes, face, figure, percent, seconds, sharedText, slider, unfit, visible } from '../parts.js';
+import { bar, bytes, direction, face, figure, percent, seconds, sharedText, slider, unfit, visible } from '../parts.js';
 import { asked, chosenModel, state, update } from '../state.js';
 import { guard } from '../vendor/directives/guard.js';
 import { html, nothing } from '../vendor/lit-html.js';
@@ -110,7 +110,6 @@ function tokenButton(token, index) {
     .style=${`--doubt: ${doubt.toFixed(4)}`}
     aria-expanded=${isOpen}
     aria-controls="alternatives"
-    dir="auto"
     data-logprob=${token.logprob ?? nothing}
     data-id=${token.id}
     aria-label="${visible(token.piece)}, probability ${percent(token.logprob)}"
@@ -131,7 +130,8 @@ function tokens() {
   const groups = [];
   for (let start = 0; start < shown.length; start += GROUP)
     groups.push(group(shown.slice(start, start + GROUP), start));
-  return html`<p class="tokens" dir="auto" @keydown=${moveFocus}>
+  const text = shown.map((token) => token.piece).join('');
+  return html`<p class="tokens" dir=${direction(text)} @keydown=${moveFocus}>
     ${groups}${work.status === 'running' ? CURSOR : nothing}
   </p>`;
 }
