@@ -46,7 +46,9 @@ def test_text_of_a_model_is_never_interpreted_as_html(play: PlayProcess, open_pa
 
 
 @pytest.mark.pages
-@pytest.mark.parametrize(("pieces", "direction"), [(["1. ", "مرحبا", " abc"], "rtl"), (["1. ", "abc", " مرحبا"], "ltr")])
+@pytest.mark.parametrize(
+    ("pieces", "direction"), [(["1. ", "مرحبا", " abc"], "rtl"), (["1. ", "abc", " مرحبا"], "ltr")]
+)
 def test_answer_runs_in_the_direction_of_its_first_letter(
     play: PlayProcess, open_page: Open, pieces: list[str], direction: str
 ) -> None:
