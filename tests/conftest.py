@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import gc
 import importlib.util
 import os
 import signal
 import sys
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -43,14 +46,27 @@ def pytest_sessionstart() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Let a test process read the signatures of PyTorch's 500 translations to ONNX once.
+    """Keep what a test process would otherwise do again for each test."""
+    gc.freeze()  # the garbage collector need not look at all modules and tests each time
+    if "torch" in sys.modules and importlib.util.find_spec("onnxscript"):
+        _read_translations_once()  # most unit tests export nothing, and need not wait for these imports
 
-    Every export reads them from their source, a third of the time that a small model takes. They do not change.
+
+def _read_translations_once() -> None:
+    """Let every export of this process use the tables that the first one makes: two thirds of a small model's export.
+
+    PyTorch reads the signatures of its 500 translations to ONNX from their source, and collects its operators that are
+    made of others.
     """
-    if "torch" not in sys.modules or not importlib.util.find_spec("onnxscript"):
-        return  # most unit tests export nothing, and need not wait for these imports
-    from onnxscript.values import TracedOnnxFunction
+    import torch._export.utils as operators
+    from torch.onnx._internal.exporter._registration import ONNXRegistry
 
-    read_signature = vars(TracedOnnxFunction)["function_ir"].fget
-    once = property(functools.cache(read_signature))
-    setattr(TracedOnnxFunction, "function_ir", once)  # noqa: B010 mypy refuses a property in an assignment
+    read, collect = functools.cache(ONNXRegistry.from_torchlib), operators._collect_all_valid_cia_ops_for_namespace
+
+    def copied(**options: Any) -> ONNXRegistry:
+        registry = copy.copy(read(**options))
+        registry.functions = {name: list(translations) for name, translations in registry.functions.items()}
+        return registry
+
+    setattr(ONNXRegistry, "from_torchlib", staticmethod(copied))  # noqa: B010 mypy refuses a method in an assignment
+    operators._collect_all_valid_cia_ops_for_namespace = functools.cache(collect)
