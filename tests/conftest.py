@@ -63,8 +63,8 @@ def _read_translations_once() -> None:
 
     read, collect = functools.cache(ONNXRegistry.from_torchlib), operators._collect_all_valid_cia_ops_for_namespace
 
-    def copied(**options: Any) -> ONNXRegistry:
-        registry = copy.copy(read(**options))
+    def copied(*arguments: Any, **options: Any) -> ONNXRegistry:
+        registry = copy.copy(read(*arguments, **options))
         registry.functions = {name: list(translations) for name, translations in registry.functions.items()}
         return registry
 

@@ -22,6 +22,8 @@ def options(path: Path) -> set[str]:
     text = path.read_text(encoding="utf-8")
     if path.suffix != ".py":
         return set(IN_DOCUMENT.findall(text)) - NO_OPTIONS
+    if "grpc." not in text:
+        return set()
     constants = [node.value for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Constant)]
     return {value for value in constants if isinstance(value, str) and re.fullmatch(NAME, value)} - NO_OPTIONS
 

@@ -89,13 +89,12 @@ async def silent_reflection(channel: Any) -> Any:
     return stub.ServerReflectionInfo()
 
 
-@pytest.mark.parametrize(
-    ("port", "begin"),
-    [(main_port, watch), (main_port, paused_requests), (probe_port, watch), (admin_port, silent_reflection)],
-)
-async def test_silent_call_survives_pings_at_the_allowed_rate(
-    port: Callable[[], AbstractAsyncContextManager[str]], begin: Any
-) -> None:
+async def test_silent_calls_survive_pings_at_the_allowed_rate() -> None:
+    silent = [(main_port, watch), (main_port, paused_requests), (probe_port, watch), (admin_port, silent_reflection)]
+    await asyncio.gather(*(ping_silent_call(port, begin) for port, begin in silent))
+
+
+async def ping_silent_call(port: Callable[[], AbstractAsyncContextManager[str]], begin: Any) -> None:
     async with (
         asyncio.timeout(60),
         port() as server,
