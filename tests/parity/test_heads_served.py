@@ -5,9 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-import warnings
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -18,71 +15,18 @@ import transformers
 
 from antiphon.bundle.manifest import load_bundle
 from antiphon.client import AsyncClient, ServerError
-from antiphon.importer.importer import ImportOptions, import_checkpoint
 from antiphon.runtime.native import EncoderRunner
 from antiphon.v1 import inference_pb2 as pb
-from tests.bundle_serving import serving_bundle
 from tests.integration.process import antiphon
-from tests.parity.encoder_checkpoints import write_checkpoint
+from tests.parity.head_bundles import Imported, import_heads, serving
 
-SIZES: dict[str, Any] = dict(
-    vocab_size=19, hidden_size=36, num_hidden_layers=1, num_attention_heads=3, intermediate_size=50,
-    max_position_embeddings=40,
-)  # fmt: skip
-NAMES = {0: "O", 1: "B-ANIMAL", 2: "I-ANIMAL", 3: "B-PLACE"}
-KINDS: dict[str, tuple[str, dict[str, Any]]] = {
-    "pretraining": ("BertForPreTraining", {}),
-    "classify": ("BertForSequenceClassification", dict(id2label={0: "low", 1: "middle", 2: "high"})),
-    "one_label": ("BertForSequenceClassification", dict(num_labels=1)),
-    "several_labels": ("BertForSequenceClassification", dict(num_labels=3, problem_type="multi_label_classification")),
-    "regression": ("BertForSequenceClassification", dict(num_labels=1, problem_type="regression")),
-    "tag": ("BertForTokenClassification", dict(id2label=NAMES)),
-}
 TEXTS = ("the big cat sat on the red mat", "a dog", "cats, dogs; the small blue mat!", "the the the")
 CLOSE: dict[str, Any] = dict(rel=2e-4, abs=2e-5)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Imported:
-    """Checkpoint of transformers and its bundle."""
-
-    folder: Path
-    model: Any
-    tokenizer: Any
-    bundle: Path
-
-    def pipeline(self, task: str, **settings: Any) -> Any:
-        make: Any = transformers.pipeline
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return make(task, model=self.model, tokenizer=self.tokenizer, device="cpu", **settings)
-
-
 @pytest.fixture(scope="module")
-def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Imported]:
-    return {kind: imported(tmp_path_factory.mktemp(kind), kind) for kind in KINDS}
-
-
-def imported(folder: Path, kind: str) -> Imported:
-    name, settings = KINDS[kind]
-    checkpoint = folder / "checkpoint"
-    model = write_checkpoint(checkpoint, transformers.BertConfig(**SIZES, **settings), name)
-    if kind == "tag":  # so that the labels of the texts differ
-        with torch.no_grad():
-            model.classifier.weight.mul_(8)
-            model.classifier.bias.zero_()
-        model.save_pretrained(checkpoint)
-    options = ImportOptions(source=str(checkpoint), target=folder / "bundle", precisions=("float32",), explain=False)
-    import_checkpoint(options)
-    load: Any = transformers.PreTrainedTokenizerFast
-    named = {f"{part}_token": f"[{part.upper()}]" for part in ("pad", "unk", "cls", "sep", "mask")}
-    inputs = ["input_ids", "token_type_ids", "attention_mask"]
-    tokenizer = load(tokenizer_file=str(checkpoint / "tokenizer.json"), model_input_names=inputs, **named)
-    return Imported(folder=checkpoint, model=model, tokenizer=tokenizer, bundle=folder / "bundle")
-
-
-def serving(bundles: dict[str, Imported], kind: str) -> Any:
-    return serving_bundle(bundles[kind].bundle)
+def bundles() -> dict[str, Imported]:
+    return import_heads()
 
 
 @pytest.mark.parametrize("kind", ["classify", "one_label", "several_labels", "regression"])

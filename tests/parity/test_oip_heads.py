@@ -13,15 +13,16 @@ from antiphon.oip import inference_pb2 as oip
 from antiphon.oip.inference_pb2_grpc import GRPCInferenceServiceStub
 from tests.bundle_serving import ServedBundle
 from tests.oip import infer_request, tensors, text_request
-from tests.parity.test_heads_served import KINDS, TEXTS, Imported, imported, serving
+from tests.parity.head_bundles import Imported, import_heads, serving
+from tests.parity.test_heads_served import TEXTS
 from tests.serving import details_of
 
 MASKED = ("the [MASK] sat on the mat", "a [MASK] dog ran on [MASK]")
 
 
 @pytest.fixture(scope="module")
-def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Imported]:
-    return {kind: imported(tmp_path_factory.mktemp(kind), kind) for kind in KINDS}
+def bundles() -> dict[str, Imported]:
+    return import_heads()
 
 
 async def infer(served: ServedBundle, request: oip.ModelInferRequest) -> dict[str, Any]:
