@@ -108,7 +108,8 @@ deploy-tools: $(VENV)/.created ## Install programs that check deploy/: checkov, 
 browser: ## Unpack headless Chromium for tests of the page, if PATH has none: build/browser. 300 MB, Debian only.
 	@$(TIMED) --silent "headless Chromium" requirements/browser.sh $(BROWSER)
 
-play-pictures: $(VENV)/.test-tools browser ## Write the pictures of docs/PLAY.md, and print the time of the page's first paint.
+play-pictures: $(VENV)/.test-tools browser ## Write the pictures of README and docs/PLAY.md, and print the time of the page's first paint.
+	@$(BIN)/python -m tests.play.session
 	@$(BIN)/python -m tests.play.pictures
 
 soak: $(VENV)/.test-tools ## Compare requests alone and in random batches. ROUNDS=1000 sets the number of batches.
