@@ -214,6 +214,7 @@ def test_every_single_control_gives_the_outputs_of_transformers(family: Served) 
     check(family, [controls | beams for kind in kinds for controls in kind])
 
 
+@pytest.mark.combinations
 def test_several_controls_give_the_outputs_of_transformers(family: Served) -> None:
     dice = random.Random(4)
     plain = check(family, [{}] * len(family.sources))

@@ -30,6 +30,7 @@ def test_transformers_generate_is_measured_for_every_batch() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.combinations
 def test_streams_of_a_server_are_measured(tmp_path: Path) -> None:
     bundle = random_bundle("tiny", ("float32",), ("native",), tmp_path)
     figures = serve_streams(bundle.path, SOURCES, 4, device="cpu", streams=2)
