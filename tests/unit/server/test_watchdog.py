@@ -117,8 +117,11 @@ def test_heartbeat_age_counts_from_the_oldest_work_that_has_not_begun() -> None:
     heartbeat.wake()  # more work does not make the first younger
     assert heartbeat.busy_s == 2.0
     heartbeat.beat()
+    assert heartbeat.busy_s == 0.0
     clock.advance(1.0)
     assert heartbeat.busy_s == 1.0
+    clock.advance(-3.0)
+    assert heartbeat.busy_s == 0.0
     heartbeat.rest()
     assert heartbeat.busy_s == 0.0
 
