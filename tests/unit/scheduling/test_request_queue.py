@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import itertools
 import math
 import threading
 from contextlib import closing
@@ -16,7 +17,7 @@ from antiphon.domain.limits import EncodeBudget, EngineLimits
 from antiphon.domain.request import Priority
 from antiphon.domain.sampling_params import SamplingParams
 from antiphon.engine.admission import admit, limits_of
-from antiphon.engine.fair_queue import INTERACTIVE_SHARE
+from antiphon.engine.fair_queue import INTERACTIVE_SHARE, QueueEntry, ServiceOrder
 from antiphon.engine.request_queue import (
     MAX_RETRY_S,
     MIN_BUSY_S,
@@ -446,6 +447,17 @@ def test_request_queue_counts_the_cost_of_a_preempted_request_once(waiting: Make
     assert before_s is not None
     assert after_s is not None
     assert after_s > 1.5 * before_s
+
+
+def test_cost_before_an_entry_is_that_of_the_groups_served_before_it(waiting: Maker) -> None:
+    order = ServiceOrder()
+    for name in [*(f"a{index}" for index in range(2)), *(f"b{index}" for index in range(10))]:
+        order.add(waiting(name, client=name[0]))
+    last = waiting("last", client="a")
+    expected = order.cost_before(QueueEntry("a", Priority.INTERACTIVE, 3, last.cost))
+    order.add(last)
+    served = sum(group.cost for group in itertools.takewhile(lambda group: group is not last, order.in_order()))
+    assert served <= expected <= served + last.cost  # the other client may come first in the last turn
 
 
 def test_request_queue_expires_a_preempted_request_once(waiting: Maker) -> None:
