@@ -114,7 +114,9 @@ def _all_options(parser: argparse.ArgumentParser) -> Iterator[str]:
                 yield from _all_options(inner)
 
 
-OPENING = re.compile(r'^\s*"""(?:What|Whatever|Whether|How|Where|Who|Whoever|Which|When|Whose)\b.*', re.MULTILINE)
+OPENING = re.compile(
+    r'^\s*[rR]?"""\s*(?:What|Whatever|Whether|How|Where|Who|Whoever|Which|When|Whose)\b.*', re.MULTILINE
+)
 
 
 @pytest.mark.parametrize("folder", ["deploy", "model", "service", "tests"])

@@ -213,17 +213,17 @@ async def test_every_request_of_thousands_is_answered_once() -> None:
         talk = Talk(served)
 
         async def send() -> None:
-            for begin in range(0, 4000, 100):
+            for begin in range(0, 10_000, 100):
                 await talk.send(*(one(i, SOURCES[i % 4], max_new_tokens=2) for i in range(begin, begin + 100)))
 
         sender = asyncio.create_task(send())
-        await talk.until(*range(4000))
+        await talk.until(*range(10_000))
         await sender
         await talk.finish()
         firsts = {
             source: await stub_of(served).GenerateUnary(asking_whole(source, max_new_tokens=2)) for source in SOURCES
         }
-    assert sorted(talk.answers) == list(range(4000))
+    assert sorted(talk.answers) == list(range(10_000))
     for i, answers in talk.answers.items():
         assert is_last(answers[-1])
         assert talk.text(i)[1] == list(firsts[SOURCES[i % 4]].outputs[0].token_ids)

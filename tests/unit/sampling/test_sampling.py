@@ -417,7 +417,7 @@ def test_a_stage_without_effect_repeats_the_one_before(seed: int) -> None:
 def test_last_stage_has_the_frequencies_of_the_sampled_tokens(seed: int, warp: Warp) -> None:
     logprobs = logprobs_of(seed)
     scores = edited(logprobs, seed)
-    num_draws = 600
+    num_draws = 2000
     uniforms = (np.arange(num_draws) + 0.5) / num_draws
     drawn = np.bincount([sample_token(scores, warp, uniform) for uniform in uniforms], minlength=VOCAB)
     last = sampling_stages(logprobs, scores, warp)[-1]
