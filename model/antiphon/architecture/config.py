@@ -19,6 +19,7 @@ NormPlacement = Literal["post", "pre"]
 Activation = Literal["relu", "gelu", "gelu_tanh", "silu"]
 Positions = Literal["sinusoidal", "learned", "t5_relative", "rope", "alibi", "none"]
 Sinusoids = Literal["interleaved", "halves", "fairseq"]
+DecoderSelf = Literal["attention", "ssru"]
 
 
 class Disentangled(BaseModel):
@@ -121,6 +122,9 @@ class ModelConfig(BaseModel):
     d_ff: int = Field(ge=1, le=131072)
     norm: Norm = "layernorm"
     norm_placement: NormPlacement = "post"
+    decoder_self: DecoderSelf = Field(
+        default="attention", description="How a target token reads those before it; ssru: Kim et al. 2019, section 3.2."
+    )
     residual: bool = Field(default=True, description="Residual connections (section 3.1); False only for experiments.")
     norm_eps: float = Field(default=1e-5, gt=0, lt=0.1)
     activation: Activation = "relu"
@@ -201,6 +205,15 @@ class ModelConfig(BaseModel):
                     f"heads: {head.task} is tied to embeddings of width {self.resolved_embedding_width}, "
                     f"but its input has width {width}"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _check_decoder_self(self) -> Self:
+        if self.decoder_self != "attention":
+            if self.architecture != "encoder-decoder":
+                raise ValueError(f"decoder_self={self.decoder_self!r} does not fit architecture={self.architecture!r}")
+            if self.positions not in ("sinusoidal", "learned", "none"):
+                raise ValueError(f"decoder_self={self.decoder_self!r} does not fit positions={self.positions!r}")
         return self
 
     @model_validator(mode="after")

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from antiphon.architecture.config import ModelConfig
@@ -125,6 +126,44 @@ class SelfAttention(nn.Module):
         return self.out(attended.flatten(-2))  # type: ignore[no-any-return]
 
 
+class SimpleRecurrence(nn.Module):
+    """Simpler simple recurrent unit, SSRU (Kim et al. 2019, "From Research to Production and Back", section 3.2).
+
+    One matrix of width 2 M projects candidate and forget gate; the candidate has no bias in Marian, here a zero one.
+    The state c = f c + (1 - f) candidate has the size of one token for any number of tokens before.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.input = nn.Linear(config.d_model, 2 * config.d_model)
+
+    def forward(
+        self,
+        hidden: Tensor,
+        positions: Tensor,
+        lens: Tensor | None,
+        bias: Tensor | None,
+        relative: Relative = None,
+        cache: SelfCache | None = None,
+    ) -> Tensor:
+        """Read hidden [B, T, M] from left to right. Returns [B, T, M]. Other arguments as in SelfAttention.
+
+        cache: its keys [B, 1, 1, M] are the state after the first lens tokens of each row, and are replaced.
+        """
+        candidate, gate = self.input(hidden).chunk(2, dim=-1)
+        forget = torch.sigmoid(gate)
+        state = torch.zeros_like(hidden[:, 0])
+        if cache is not None:
+            state = torch.where(cache.lens[:, None] > 0, cache.keys[:, 0, 0].to(hidden.dtype), state)
+        states = []
+        for step in range(hidden.shape[1]):
+            state = forget[:, step] * state + (1 - forget[:, step]) * candidate[:, step]
+            states.append(state)
+        if cache is not None:
+            cache.keys = state[:, None, None]
+        return torch.relu(torch.stack(states, dim=1))
+
+
 class CrossAttention(nn.Module):
     """Cross-attention of the target to the encoded source; source keys and values are projected once."""
 
@@ -205,12 +244,16 @@ class EncoderLayer(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Decoder layer: causal self-attention, cross-attention in encoder-decoder models, feed-forward."""
+    """Decoder layer: causal self-attention or recurrence, cross-attention in encoder-decoder models, feed-forward."""
 
     def __init__(self, config: ModelConfig, layer: int, backend: Backend) -> None:
         super().__init__()
         heads = config.resolved_module_heads
-        self.self_attention = SelfAttention(config, heads.decoder_self[layer], causal=True, backend=backend)
+        self.self_attention: SelfAttention | SimpleRecurrence = (
+            SelfAttention(config, heads.decoder_self[layer], causal=True, backend=backend)
+            if config.decoder_self == "attention"
+            else SimpleRecurrence(config)
+        )
         self.feed_forward = FeedForward(config)
         self.self_residual = Residual(config)
         self.feed_forward_residual = Residual(config)
