@@ -34,7 +34,7 @@ def random_checkpoint(config: ModelConfig, seed: int) -> Checkpoint:
 
 
 @pytest.mark.parametrize("norm_placement", ["pre", "post"])
-@pytest.mark.parametrize("activation", ["relu", "gelu", "gelu_tanh", "silu"])
+@pytest.mark.parametrize("activation", ["relu", "gelu", "gelu_tanh", "gelu_sigmoid", "silu"])
 def test_greedy_equals_ctranslate2(tmp_path: Path, norm_placement: str, activation: str) -> None:
     check_greedy(tmp_path, preset("tiny", vocab_size=300, norm_placement=norm_placement, activation=activation))
 

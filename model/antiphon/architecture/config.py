@@ -16,10 +16,10 @@ Architecture = Literal["encoder-decoder", "encoder", "decoder"]
 Part = Literal["encoder", "decoder"]
 Norm = Literal["layernorm", "rmsnorm", "none"]
 NormPlacement = Literal["post", "pre"]
-Activation = Literal["relu", "gelu", "gelu_tanh", "silu"]
+Activation = Literal["relu", "gelu", "gelu_tanh", "gelu_sigmoid", "silu"]
 Positions = Literal["sinusoidal", "learned", "t5_relative", "rope", "alibi", "none"]
 Sinusoids = Literal["interleaved", "halves", "fairseq"]
-DecoderSelf = Literal["attention", "ssru"]
+DecoderSelf = Literal["attention", "ssru", "average"]
 
 
 class Disentangled(BaseModel):
@@ -84,6 +84,20 @@ class Llama3Scaling(BaseModel):
         return self
 
 
+class AverageConfig(BaseModel):
+    """Average attention (Zhang et al. 2018, section 3.1): feed-forward after the average, and gates.
+
+    d_ff: inner width of the feed-forward; None: there is no feed-forward.
+    gated: the result is a sum of input and average with a gate for each.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    d_ff: int | None = Field(default=None, ge=1, le=131072)
+    activation: Activation = "relu"
+    gated: bool = True
+
+
 class ModuleHeads(BaseModel):
     """Number of heads of each attention module, by layer, for models whose modules differ: see docs/EXPLAIN.md."""
 
@@ -123,7 +137,11 @@ class ModelConfig(BaseModel):
     norm: Norm = "layernorm"
     norm_placement: NormPlacement = "post"
     decoder_self: DecoderSelf = Field(
-        default="attention", description="How a target token reads those before it; ssru: Kim et al. 2019, section 3.2."
+        default="attention",
+        description="How a target token reads those before it; ssru: Kim et al. 2019, section 3.2; average: see average.",
+    )
+    average: AverageConfig | None = Field(
+        default=None, description="Parts after the average, with decoder_self='average'; None: as in the paper."
     )
     residual: bool = Field(default=True, description="Residual connections (section 3.1); False only for experiments.")
     norm_eps: float = Field(default=1e-5, gt=0, lt=0.1)
@@ -209,6 +227,8 @@ class ModelConfig(BaseModel):
 
     @model_validator(mode="after")
     def _check_decoder_self(self) -> Self:
+        if self.average is not None and self.decoder_self != "average":
+            raise ValueError(f"average does not fit decoder_self={self.decoder_self!r}")
         if self.decoder_self != "attention":
             if self.architecture != "encoder-decoder":
                 raise ValueError(f"decoder_self={self.decoder_self!r} does not fit architecture={self.architecture!r}")
@@ -264,6 +284,11 @@ class ModelConfig(BaseModel):
     def resolved_head_dim(self) -> int:
         """Width of one attention head."""
         return self.head_dim or self.d_model // self.num_heads
+
+    @property
+    def resolved_average(self) -> AverageConfig:
+        """Parts of average attention; by default both gates and a feed-forward like those of other sublayers."""
+        return self.average or AverageConfig(d_ff=self.d_ff, activation=self.activation)
 
     @property
     def resolved_module_heads(self) -> ModuleHeads:

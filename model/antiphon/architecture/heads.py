@@ -17,7 +17,7 @@ from typing import Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Task = Literal["fill_mask", "classify", "tag", "next_sentence", "pool", "embed"]
-HeadActivation = Literal["none", "tanh", "relu", "gelu", "gelu_tanh", "silu"]
+HeadActivation = Literal["none", "tanh", "relu", "gelu", "gelu_tanh", "gelu_sigmoid", "silu"]
 Scores = Literal["softmax", "sigmoid", "none"]
 Pooling = Literal["cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"]
 

@@ -16,4 +16,5 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": partial(functional.gelu, approximate="tanh"),
     "silu": functional.silu,
     "tanh": torch.tanh,
+    "gelu_sigmoid": lambda x: x * torch.sigmoid(1.702 * x),  # Hendrycks and Gimpel 2016, section 2
 }

@@ -164,6 +164,50 @@ class SimpleRecurrence(nn.Module):
         return torch.relu(torch.stack(states, dim=1))
 
 
+class AverageAttention(nn.Module):
+    """Average attention (Zhang et al. 2018, section 3.1): cumulative average, then feed-forward and gates.
+
+    The state is the average of the tokens before; it has the size of one token for any number of them.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        kind, width = config.resolved_average, config.d_model
+        inner = dict(d_ff=kind.d_ff, activation=kind.activation, gated=False)
+        self.feed_forward = FeedForward(config.model_copy(update=inner)) if kind.d_ff is not None else nn.Identity()
+        self.input_gate = nn.Linear(width, width) if kind.gated else None
+        self.average_gate = nn.Linear(width, width) if kind.gated else None
+
+    def forward(
+        self,
+        hidden: Tensor,
+        positions: Tensor,
+        lens: Tensor | None,
+        bias: Tensor | None,
+        relative: Relative = None,
+        cache: SelfCache | None = None,
+    ) -> Tensor:
+        """Read hidden [B, T, M] from left to right. Returns [B, T, M]. Other arguments as in SelfAttention.
+
+        cache: its keys [B, 1, 1, M] are the average of the first lens tokens of each row, and are replaced.
+        """
+        total = hidden.cumsum(dim=1)
+        if cache is not None:
+            before = cache.keys[:, 0] * cache.lens[:, None, None]  # [B, 1, M]
+            total = total + torch.where(cache.lens[:, None, None] > 0, before, 0.0)
+        average = total / (positions[..., None] + 1)
+        if cache is not None:
+            cache.keys = average[:, None, -1:]
+        return self.combine(hidden, average)
+
+    def combine(self, hidden: Tensor, average: Tensor) -> Tensor:
+        """Return the sublayer's output for its input and the averages, each [..., M]."""
+        update: Tensor = self.feed_forward(average)
+        if self.input_gate is None or self.average_gate is None:
+            return update
+        return self.input_gate(hidden).sigmoid() * hidden + self.average_gate(update).sigmoid() * update
+
+
 class CrossAttention(nn.Module):
     """Cross-attention of the target to the encoded source; source keys and values are projected once."""
 
@@ -249,11 +293,12 @@ class DecoderLayer(nn.Module):
     def __init__(self, config: ModelConfig, layer: int, backend: Backend) -> None:
         super().__init__()
         heads = config.resolved_module_heads
-        self.self_attention: SelfAttention | SimpleRecurrence = (
-            SelfAttention(config, heads.decoder_self[layer], causal=True, backend=backend)
-            if config.decoder_self == "attention"
-            else SimpleRecurrence(config)
-        )
+        self.self_attention: SelfAttention | SimpleRecurrence | AverageAttention
+        if config.decoder_self == "attention":
+            self.self_attention = SelfAttention(config, heads.decoder_self[layer], causal=True, backend=backend)
+        else:
+            kinds = {"ssru": SimpleRecurrence, "average": AverageAttention}
+            self.self_attention = kinds[config.decoder_self](config)
         self.feed_forward = FeedForward(config)
         self.self_residual = Residual(config)
         self.feed_forward_residual = Residual(config)

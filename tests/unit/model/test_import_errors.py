@@ -111,7 +111,7 @@ def test_tensors_of_another_shape_are_named(checkpoint: Path, refused: Refused) 
     [
         ({"model_type": "nllb-moe"}, r"model_type is 'nllb-moe'.*BART \(bart\).*Marian \(marian\)"),
         ({"auto_map": {"AutoModel": "modeling.Own"}}, "auto_map needs code from the checkpoint"),
-        ({"activation_function": "quick_gelu"}, "activation_function is 'quick_gelu'; supported are gelu"),
+        ({"activation_function": "mish"}, "activation_function is 'mish'; supported are gelu"),
         ({"decoder_attention_heads": 4}, "encoder_attention_heads is 3 and decoder_attention_heads is 4"),
         ({"d_model": "36"}, "transformers refuses it: .*'d_model' expected int, got str"),
         ({"encoder_layers": 0}, "encoder_layers=0 does not fit"),

@@ -39,7 +39,7 @@ _NEWEST_REVISION = 7
 _CONFIG_FILE = 6  # first file version with a config.json
 
 # Values of CTranslate2's ops::ActivationType; our model does not have the other activations.
-_ACTIVATIONS: dict[int, Activation] = {0: "relu", 1: "gelu_tanh", 2: "silu", 3: "gelu"}
+_ACTIVATIONS: dict[int, Activation] = {0: "relu", 1: "gelu_tanh", 2: "silu", 3: "gelu", 4: "gelu_sigmoid"}
 # Sinusoidal and relative positions have no maximum, so these are the maximum lengths of a bundle, in tokens.
 _SOURCE_LEN, _TARGET_LEN = 1024, 512
 # Logit of a begin token outside the vocabulary: too small to be sampled or to change a softmax.

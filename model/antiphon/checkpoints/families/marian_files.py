@@ -91,7 +91,10 @@ def read_settings(folder: Path) -> Settings:
         "num_beams": int(decoder.get("beam-size", 1)),
         "length_penalty": float(decoder.get("normalize", 0.0)),
         # Marian never generates the unknown token, unless asked with --allow-unk.
-        "suppress_tokens": [*([target[_UNKNOWN]] if _UNKNOWN in target and not decoder.get("allow-unk") else []), begin],
+        "suppress_tokens": [
+            *([target[_UNKNOWN]] if _UNKNOWN in target and not decoder.get("allow-unk") else []),
+            begin,
+        ],
     }
 
 

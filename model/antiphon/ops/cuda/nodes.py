@@ -40,7 +40,7 @@ from antiphon.ops.shared_inputs import (
     SOURCE_OFFSETS,
 )
 
-ACTIVATIONS = ("none", "relu", "gelu", "gelu_tanh", "silu", "tanh")
+ACTIVATIONS = ("none", "relu", "gelu", "gelu_tanh", "silu", "tanh", "gelu_sigmoid")
 """Names of activations; kernels know them by their index."""
 
 ElementType = Literal["bfloat16", "float16", "float32"]

@@ -15,7 +15,7 @@ constexpr int64_t kNibbleGroup = 32;  // inputs of a 4-bit product that share a 
 constexpr int64_t kBlockSize = 16;  // positions of a cache block
 constexpr int64_t kQueryTile = 16;  // queries that packed attention processes at once
 
-enum class Activation { kNone, kRelu, kGelu, kGeluTanh, kSilu, kTanh };
+enum class Activation { kNone, kRelu, kGelu, kGeluTanh, kSilu, kTanh, kGeluSigmoid };
 
 inline int64_t RoundUp(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 

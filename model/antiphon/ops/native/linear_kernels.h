@@ -59,6 +59,7 @@ ANTIPHON_INLINE F32 Activate(const F32& x) {
   }
   if constexpr (kind == Activation::kSilu) return Silu(x);
   if constexpr (kind == Activation::kTanh) return Tanh(x);
+  if constexpr (kind == Activation::kGeluSigmoid) return Silu(x * 1.702f) * 0.58754407f;
   return x;
 }
 
@@ -77,6 +78,8 @@ ANTIPHON_INLINE void WithActivation(Activation activation, const Body& body) {
       return body(Constant<Activation::kSilu>{});
     case Activation::kTanh:
       return body(Constant<Activation::kTanh>{});
+    case Activation::kGeluSigmoid:
+      return body(Constant<Activation::kGeluSigmoid>{});
     case Activation::kNone:
       return body(Constant<Activation::kNone>{});
   }

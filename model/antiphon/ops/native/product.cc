@@ -98,7 +98,8 @@ Activation ActivationNamed(const std::string& name) {
   if (name == "gelu_tanh") return Activation::kGeluTanh;
   if (name == "silu") return Activation::kSilu;
   if (name == "tanh") return Activation::kTanh;
-  throw OperatorError("activation is " + name + "; it must be none, relu, gelu, gelu_tanh, silu or tanh");
+  if (name == "gelu_sigmoid") return Activation::kGeluSigmoid;
+  throw OperatorError("activation is " + name + "; it must be none, relu, gelu, gelu_tanh, silu, tanh or gelu_sigmoid");
 }
 
 FloatWeight CheckedWeight(const Tensor& weight, const Tensor& bias, int64_t inputs, int64_t outputs,

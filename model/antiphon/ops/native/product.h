@@ -10,7 +10,7 @@
 
 namespace antiphon {
 
-// Throws OperatorError for another name than none, relu, gelu, gelu_tanh, silu, tanh.
+// Throws OperatorError for another name than none, relu, gelu, gelu_tanh, silu, tanh, gelu_sigmoid.
 Activation ActivationNamed(const std::string& name);
 
 // The packed weights of a call, checked against `inputs` and `outputs`; bias can be an absent Tensor. prefix: of the

@@ -28,7 +28,7 @@ from typing import Any
 from antiphon.architecture.config import ModelConfig
 from antiphon.tools.bench.report import Speed
 
-ACTIVATIONS = {"relu": "RELU", "gelu": "GELU", "gelu_tanh": "GELUTanh", "silu": "SWISH"}
+ACTIVATIONS = {"relu": "RELU", "gelu": "GELU", "gelu_tanh": "GELUTanh", "gelu_sigmoid": "GELUSigmoid", "silu": "SWISH"}
 """Names of activations in CTranslate2's enumeration, by ours."""
 
 _CONVERTIBLE: dict[str, tuple[str, ...]] = {

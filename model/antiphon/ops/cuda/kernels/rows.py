@@ -112,6 +112,8 @@ def _activated(x, activation):
         result = x * tl.sigmoid(x)
     elif activation == 5:
         result = 2.0 * tl.sigmoid(2.0 * x) - 1.0
+    elif activation == 6:
+        result = x * tl.sigmoid(1.702 * x)
     return result
 
 
