@@ -22,7 +22,7 @@ from antiphon.architecture.heads import Task as HeadTask
 from antiphon.domain.limits import EngineLimits
 from antiphon.domain.request import Arrival, FinishReason, Request, Task, TokenEvent
 from antiphon.domain.sampling_params import SamplingParams
-from antiphon.ops.cache_geometry import blocks_for, blocks_of_longest
+from antiphon.ops.cache_geometry import blocks_for
 from antiphon.ops.sampling import SamplingArrays, sample
 from antiphon.runtime.runner import DecodeBatch, EncodeReport, ModelFacts, Runner, Samples
 
@@ -62,6 +62,7 @@ class FakeRunner:
 
     before_encode, before_decode: called first, to hold a step or to raise a fault.
     reads_history: the logits depend on the whole target so far, and the end token can come earlier: for beams.
+    is_recurrent: a block has room for the longest target, like a state of constant size.
     overrides: rows of logits, by source, that replace the computed ones at every position.
     begin_id: first token of every target.
     encoded, decoded_rows, decoded_tokens: arguments of each call, oldest first.
@@ -76,12 +77,15 @@ class FakeRunner:
         max_target_len: int = 32,
         block_size: int = 16,
         num_blocks: int | None = None,
+        is_recurrent: bool = False,
         reads_history: bool = False,
         has_encoder: bool = True,
         has_decoder: bool = True,
         heads: Mapping[HeadTask, HeadConfig] | None = None,
     ) -> None:
-        longest = blocks_of_longest(max_source_len if has_encoder else 0, max_target_len, block_size)
+        target_block_size = max_target_len if is_recurrent else block_size
+        longest = blocks_for(max_source_len if has_encoder else 0, block_size)
+        longest += blocks_for(max_target_len, target_block_size)
         self.facts = ModelFacts(
             max_rows=max_rows,
             vocab_size=vocab_size,
@@ -93,6 +97,7 @@ class FakeRunner:
             bos_id=BOS_ID,
             eos_id=EOS_ID,
             block_size=block_size,
+            target_block_size=target_block_size,
             num_blocks=(num_blocks or max_rows * longest) if has_decoder else 0,
             cache_bytes_per_token=64,
             heads=heads or {},
@@ -106,7 +111,7 @@ class FakeRunner:
         self.decoded_rows: list[int] = []
         self.decoded_tokens: list[int] = []
         self.num_cache_frees = 0
-        self._cells = _Cells(self.facts.num_blocks, block_size)
+        self._cells = _Cells(self.facts.num_blocks, max(block_size, target_block_size))
 
     def sibling(self) -> FakeRunner:
         """Return a runner of another lane: the same model over the same cache blocks, with records of its own."""
@@ -134,7 +139,7 @@ class FakeRunner:
             _require(len(table) == num_blocks, f"source {index} has {len(table)} blocks")
             mark = _mark(0, len(source))
             for position, token_id in enumerate(source):
-                mark = self._cells.write(table, position, token_id, mark)
+                mark = self._cells.write(table, position, token_id, mark, self.facts.block_size)
         self.encoded.append([tuple(source) for source in sources])
         return self._report(sources, keep_memory=keep_memory)
 
@@ -182,9 +187,11 @@ class FakeRunner:
     def _past(self, batch: DecodeBatch, row: int) -> tuple[tuple[int, ...], list[int], int]:
         """Return a row's source and target so far, read from its blocks, and the mark of both."""
         source_len = int(batch.source_lens[row])
-        source, mark = self._cells.read(batch.cross_tables[row], source_len, _mark(0, source_len))
+        source, mark = self._cells.read(
+            batch.cross_tables[row], source_len, _mark(0, source_len), self.facts.block_size
+        )
         past_len = int(batch.positions[batch.offsets[row]])
-        history, mark = self._cells.read(batch.self_tables[row], past_len, mark)
+        history, mark = self._cells.read(batch.self_tables[row], past_len, mark, self.facts.target_block_size)
         return tuple(source), history, mark
 
     def _feed(self, batch: DecodeBatch, row: int, index: int, history: list[int], mark: int) -> int:
@@ -193,15 +200,15 @@ class FakeRunner:
         is_begun = (token_id == self.begin_id) == (position == 0) or not self.facts.has_encoder
         _require(is_begun, f"row {row} is fed {token_id} after {position} tokens")
         history.append(token_id)
-        return self._cells.write(batch.self_tables[row], position, token_id, mark)
+        return self._cells.write(batch.self_tables[row], position, token_id, mark, self.facts.target_block_size)
 
     def _check_sharing(self, batch: DecodeBatch) -> None:
         """Require that no row uses a block that another writes."""
         uses: Counter[int] = Counter()
         written: list[int] = []
         for row in range(batch.num_rows):
-            first = int(batch.positions[batch.offsets[row]]) // self.facts.block_size
-            end = blocks_for(int(batch.positions[batch.offsets[row + 1] - 1]) + 1, self.facts.block_size)
+            first = int(batch.positions[batch.offsets[row]]) // self.facts.target_block_size
+            end = blocks_for(int(batch.positions[batch.offsets[row + 1] - 1]) + 1, self.facts.target_block_size)
             num_cross = blocks_for(int(batch.source_lens[row]), self.facts.block_size)
             written += batch.self_tables[row, first:end].tolist()
             uses.update(batch.self_tables[row, :end].tolist() + batch.cross_tables[row, :num_cross].tolist())
@@ -271,23 +278,23 @@ class _Cells:
     The mark identifies a cell that another row or an earlier owner of the block wrote.
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        self._tokens = np.full((num_blocks, block_size), -1, np.int64)
-        self._marks = np.zeros((num_blocks, block_size), np.int64)
+    def __init__(self, num_blocks: int, capacity: int) -> None:
+        self._tokens = np.full((num_blocks, capacity), -1, np.int64)
+        self._marks = np.zeros((num_blocks, capacity), np.int64)
 
-    def read(self, table: Table, length: int, mark: int) -> tuple[list[int], int]:
+    def read(self, table: Table, length: int, mark: int, block_size: int) -> tuple[list[int], int]:
         """Return the first `length` tokens of a table and the mark of the last. mark: of the tokens before it."""
         token_ids = []
         for position in range(length):
-            cell = self._cell(table, position)
+            cell = self._cell(table, position, block_size)
             token_ids.append(int(self._tokens[cell]))
             mark = _mark(mark, token_ids[-1])
             _require(mark == self._marks[cell], f"block {cell[0]} does not hold position {position} after {token_ids}")
         return token_ids, mark
 
-    def write(self, table: Table, position: int, token_id: int, mark: int) -> int:
+    def write(self, table: Table, position: int, token_id: int, mark: int, block_size: int) -> int:
         """Write a token after the tokens with the mark `mark`; return its mark."""
-        cell = self._cell(table, position)
+        cell = self._cell(table, position, block_size)
         self._tokens[cell] = token_id
         self._marks[cell] = mark = _mark(mark, token_id)
         return mark
@@ -300,10 +307,9 @@ class _Cells:
         for array in (self._tokens, self._marks):
             array[targets] = array[sources]
 
-    def _cell(self, table: Table, position: int) -> tuple[int, int]:
-        num_blocks, block_size = self._tokens.shape
+    def _cell(self, table: Table, position: int, block_size: int) -> tuple[int, int]:
         block = int(table[position // block_size])
-        _require(0 <= block < num_blocks, f"block {block} does not exist")
+        _require(0 <= block < len(self._tokens), f"block {block} does not exist")
         return block, position % block_size
 
 

@@ -234,6 +234,14 @@ class ModelConfig(BaseModel):
                 raise ValueError(f"decoder_self={self.decoder_self!r} does not fit architecture={self.architecture!r}")
             if self.positions not in ("sinusoidal", "learned", "none"):
                 raise ValueError(f"decoder_self={self.decoder_self!r} does not fit positions={self.positions!r}")
+            if self.module_heads is not None:
+                raise ValueError(f"decoder_self={self.decoder_self!r} does not fit module_heads")
+            # A block of the cache stores two states of a layer: 64 bytes for each number of a key at least.
+            if 8 * self.attention_width < self.d_model:
+                raise ValueError(
+                    f"decoder_self={self.decoder_self!r} needs num_heads * head_dim of at least d_model / 8 = "
+                    f"{self.d_model / 8:g}, not {self.attention_width}"
+                )
         return self
 
     @model_validator(mode="after")

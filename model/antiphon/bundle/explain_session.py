@@ -6,7 +6,7 @@ Imports no torch.
     source_ids, type_ids  [1, S] int64     of models with an encoder; types of models with token types
     target_ids            [1, T] int64     of models with a decoder: all tokens that it reads, the prompt included
     encoder_self          [L, H, S, S]     attention weights, float32
-    decoder_self          [Ld, H, T, T]
+    decoder_self          [Ld, H, T, T]    of models whose decoder has self-attention
     cross                 [Ld, H, T, S]    of models with both parts
 
 Axes: S source, T target, H heads, L encoder layers, Ld decoder layers.

@@ -21,7 +21,7 @@ from antiphon.bundle.manifest import GraphSet
 from antiphon.bundle.onnx_runtime import ort
 from antiphon.bundle.session import native_session
 from antiphon.errors import StepError
-from antiphon.ops.cache_geometry import blocks_for, pool_axes
+from antiphon.ops.cache_geometry import BLOCK_SIZE, blocks_for, pool_axes, target_block_size
 from antiphon.ops.sampling import SamplingArrays, greedy_sampling
 
 Floats = NDArray[np.float32]
@@ -76,7 +76,9 @@ class NativeStepper:
     def encode(self, sources: Sequence[Ids], capacity: int) -> Sequences:
         """Encode sources of any lengths in one packed batch, and reserve blocks for `capacity` target tokens each."""
         lens = np.array([len(source) if self._encoder else 0 for source in sources], np.int32)
-        sequences = reserve(lens, capacity, pool_axes(self._config), self._cache_type)
+        sequences = reserve(
+            lens, capacity, pool_axes(self._config), self._cache_type, target_block_size(self._config)
+        )
         if self._encoder is None:
             return sequences
         inputs = {
@@ -110,12 +112,14 @@ class NativeStepper:
         return listed_logprobs(*run_native(self._decoder, inputs))
 
 
-def reserve(lens: Lens, capacity: int, axes: Sequence[int], dtype: np.dtype[Any]) -> Sequences:
+def reserve(
+    lens: Lens, capacity: int, axes: Sequence[int], dtype: np.dtype[Any], target_block: int = BLOCK_SIZE
+) -> Sequences:
     """Reserve blocks for sources of these lengths and `capacity` target tokens each, in a pool full of NaN.
 
-    axes: those of the pool except the number of blocks
+    axes: those of the pool except the number of blocks. target_block: target tokens of a block.
     """
-    counts = [blocks_for(int(length)) for length in lens] + [blocks_for(capacity)] * len(lens)
+    counts = [blocks_for(int(length)) for length in lens] + [blocks_for(capacity, target_block)] * len(lens)
     order = np.random.default_rng(0).permutation(sum(counts) + 1).astype(np.int32)
     tables = np.split(order, np.cumsum(counts))[: len(counts)]
     return Sequences(

@@ -61,15 +61,19 @@ class ExplainModule(nn.Module):
     @property
     def output_names(self) -> list[str]:
         """Names of the outputs of `forward`."""
-        parts = {"encoder_self": self.model.encoder, "decoder_self": self.model.decoder}
-        maps = [name for name, part in parts.items() if part is not None]
-        return [*maps, "cross"] if len(maps) == 2 else maps
+        config = self.config
+        is_there = {
+            "encoder_self": config.encoder_layers > 0,
+            "decoder_self": config.decoder_layers > 0 and config.decoder_self == "attention",
+            "cross": config.architecture == "encoder-decoder",
+        }
+        return [name for name, is_recorded in is_there.items() if is_recorded]
 
     def maps(self, *tensors: Tensor) -> dict[str, Tensor]:
         """Return the attention weights of one source and target by name.
 
         encoder_self [L, H, S, S], decoder_self [Ld, H, T, T] and cross [Ld, H, T, S] float32; a model of one part has
-        the maps of this part. The weights of a query sum to 1; masked keys have weight 0.
+        the maps of this part, and a decoder without self-attention no decoder_self. The weights of a query sum to 1; masked keys have weight 0.
         """
         ids = dict(zip(explain_inputs(self.config), tensors, strict=True))
         self._recorded.clear()

@@ -21,6 +21,7 @@ from antiphon.ops.disentangled import RelativePositions
 from antiphon.ops.operators import rows as norms
 from antiphon.ops.operators.attention import disentangled_attention, paged_write
 from antiphon.ops.operators.linear import linear as product
+from antiphon.ops.operators.recurrence import ssru_sublayer
 from antiphon.ops.operators.rows import embed
 from antiphon.ops.operators.sample import sample
 from antiphon.ops.operators.sublayers import (
@@ -30,7 +31,7 @@ from antiphon.ops.operators.sublayers import (
     paged_self_attention_sublayer,
 )
 from antiphon.transformer.heads import Head
-from antiphon.transformer.layers import CrossAttention, DecoderLayer, EncoderLayer, FeedForward, SelfAttention
+from antiphon.transformer.layers import CrossAttention, DecoderLayer, EncoderLayer, FeedForward, SelfAttention, SimpleRecurrence
 from antiphon.transformer.positions import rotary_table
 from antiphon.transformer.transformer import Encoder, Stack, Transformer
 
@@ -295,7 +296,8 @@ class PagedDecoder(_PackedStack):
         x, stream = self.embed(input_ids, rows.positions)
         norms = iter(self.norms_after)
         for index, layer in enumerate(self.blocks):
-            x, stream = self.self_attention(x, stream, next(norms), layer.self_attention, rows, index)
+            first = self.recurrence if isinstance(layer.self_attention, SimpleRecurrence) else self.self_attention
+            x, stream = first(x, stream, next(norms), layer.self_attention, rows, index)
             if layer.cross_attention is not None:
                 x, stream = self.cross_attention(x, stream, next(norms), layer.cross_attention, rows, index)
             x, stream = self.feed_forward(x, stream, next(norms), layer.feed_forward)
@@ -320,6 +322,24 @@ class PagedDecoder(_PackedStack):
             self.rotary_table,
             num_heads=attention.heads[0],
             scale=attention.scale,
+            layer=layer,
+            **self.norm_attributes(norm),
+        )
+        return self.after((normed, total))
+
+    def recurrence(
+        self, x: Tensor, stream: Tensor, norm: nn.Module, recurrence: SimpleRecurrence, rows: PagedRows, layer: int
+    ) -> tuple[Tensor, Tensor]:
+        """Continue each row's recurrence from its state in the cache; returns x and stream after the sublayer."""
+        normed, total, rows.cache = ssru_sublayer(
+            x,
+            stream,
+            *_parameters(recurrence.input),
+            *_parameters(norm),
+            rows.cache,
+            rows.self_tables,
+            rows.offsets,
+            rows.positions,
             layer=layer,
             **self.norm_attributes(norm),
         )

@@ -6,6 +6,10 @@ head) keys are stored transposed, [Dp, 16], so that one vector holds the same co
 stored as [16, Dp]. Components beyond D are unused. Block b of a sequence's table holds its positions 16 b to 16 b + 15
 (paged attention: Kwon et al. 2023, section 4). Torch-free.
 
+Where the decoder keeps a state of constant size instead of keys and values (ModelConfig.decoder_self), a sequence has
+one block for its whole target, with two float32 vectors of the model's width at the beginning of each layer's part. The
+state after n tokens is vector n mod 2, so that a step that failed can run again.
+
 The pool of a GPU is `cache [num_blocks, L, 2, H, 16, D]`: both keys and values are stored as [16, D], so that threads
 read whole vectors.
 
@@ -26,9 +30,17 @@ def blocks_for(num_tokens: int, block_size: int = BLOCK_SIZE) -> int:
     return -(-num_tokens // block_size)
 
 
-def blocks_of_longest(max_source_len: int, max_target_len: int, block_size: int = BLOCK_SIZE) -> int:
+def target_block_size(config: ModelConfig) -> int:
+    """Return the number of target tokens of a block: all of them where the decoder's state has a constant size."""
+    return BLOCK_SIZE if config.decoder_self == "attention" else config.max_target_len
+
+
+def blocks_of_longest(config: ModelConfig) -> int:
     """Return the number of blocks for one sequence with the longest source and the longest target."""
-    return blocks_for(max_source_len, block_size) + blocks_for(max_target_len, block_size)
+    if not config.decoder_layers:
+        return 0
+    source_len = config.max_source_len if config.encoder_layers else 0
+    return blocks_for(source_len) + blocks_for(config.max_target_len, target_block_size(config))
 
 
 def padded_width(width: int) -> int:

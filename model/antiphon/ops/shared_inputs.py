@@ -64,6 +64,19 @@ SAMPLES = (
     Output("top_scores", "float", "K, k", "log-probabilities of the candidates after the edits"),
 )
 
+SUBLAYER_INPUTS = (
+    Input("x", "float", "N, M", "input of the sublayer"),
+    Input("residual", "float", "N, M", "added to its result; the same as x if norms come after sums"),
+)
+NORM_WEIGHTS = (
+    Input("norm_weight", "float", "M", "factor of the norm", optional=True),
+    Input("norm_bias", "float", "M", "added to the norm", optional=True),
+)
+SUBLAYER_OUTPUTS = (
+    Output("normed", "float", "N, M", "norm of the sum: input of the next sublayer"),
+    Output("sum", "float", "N, M", "residual + result of the sublayer"),
+)
+
 # Inputs that hold a packed weight, by precision; model/antiphon/export/weights.py packs the weights.
 FLOAT32_WEIGHT = (Input("weight", "float", "Op / 16, K, 16", "panels of 16 outputs"),)
 
@@ -79,3 +92,6 @@ INT4_WEIGHT = (
     Input("scales", "float", "Op", "of each output: weight = integer * 16 * ratio * scale"),
     Input("offsets", "float", "Op", "of each output, the sum of its integer * 16 * ratio"),
 )
+
+PARTS = {"float32": FLOAT32_WEIGHT, "int8": INT8_WEIGHT, "int4": INT4_WEIGHT}
+"""Of products, by precision."""

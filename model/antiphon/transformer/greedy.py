@@ -12,7 +12,13 @@ from antiphon.transformer.transformer import Transformer
 
 
 def empty_cache(model: Transformer, rows: int, capacity: int) -> list[KV]:
-    """Return zero self caches: for each decoder layer keys and values [rows, H, capacity, D] float32."""
+    """Return zero self caches: for each decoder layer keys and values [rows, H, capacity, D] float32.
+
+    For a recurrence its state [rows, 1, 1, M], and no values.
+    """
+    if model.config.decoder_self != "attention":
+        state = torch.zeros(rows, 1, 1, model.config.d_model)
+        return [(state, state[..., :0])] * model.config.decoder_layers
     width = model.config.resolved_head_dim
     shapes = [(rows, heads, capacity, width) for heads in model.config.resolved_module_heads.decoder_self]
     return [(torch.zeros(shape), torch.zeros(shape)) for shape in shapes]

@@ -136,6 +136,7 @@ class SimpleRecurrence(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.input = nn.Linear(config.d_model, 2 * config.d_model)
+        self.max_len = config.max_target_len
 
     def forward(
         self,
@@ -152,16 +153,30 @@ class SimpleRecurrence(nn.Module):
         """
         candidate, gate = self.input(hidden).chunk(2, dim=-1)
         forget = torch.sigmoid(gate)
-        state = torch.zeros_like(hidden[:, 0])
-        if cache is not None:
-            state = torch.where(cache.lens[:, None] > 0, cache.keys[:, 0, 0].to(hidden.dtype), state)
+        update = (1 - forget) * candidate
+        if cache is None:
+            return torch.relu(_scan(forget, update, self.max_len))
         states = []
+        state = torch.where(cache.lens[:, None] > 0, cache.keys[:, 0, 0], 0.0)
         for step in range(hidden.shape[1]):
-            state = forget[:, step] * state + (1 - forget[:, step]) * candidate[:, step]
+            state = forget[:, step] * state + update[:, step]
             states.append(state)
-        if cache is not None:
-            cache.keys = state[:, None, None]
+        cache.keys = state[:, None, None]
         return torch.relu(torch.stack(states, dim=1))
+
+
+def _scan(factors: Tensor, terms: Tensor, max_len: int) -> Tensor:
+    """Return y [B, T, M] with y[t] = factors[t] y[t - 1] + terms[t] and y[-1] = 0, for T of at most max_len.
+
+    Doubling, since graphs with a free T can have no loop over it: after the pass for a shift, y[t] has the terms of the
+    last 2 * shift positions, and factors[t] the product of their factors (Hillis and Steele 1986).
+    """
+    length, shift = terms.shape[1], 1
+    while shift < max_len:
+        terms = terms + factors * nn.functional.pad(terms, (0, 0, shift, 0))[:, :length]
+        factors = factors * nn.functional.pad(factors, (0, 0, shift, 0))[:, :length]
+        shift *= 2
+    return terms
 
 
 class AverageAttention(nn.Module):

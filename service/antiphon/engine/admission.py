@@ -52,7 +52,7 @@ def admit(request: Request, stream: OutputStream, limits: AdmissionLimits) -> Se
     _check_source(request, limits)
     _check_rows(request, limits)
     num_rows, num_slots, max_new_tokens = _needs(request, limits)
-    num_self_blocks = blocks_for(num_slots, facts.block_size)
+    num_self_blocks = blocks_for(num_slots, facts.target_block_size)
     grows = limits.may_run_short and request.task is Task.GENERATE and num_rows == 1
     num_fed = 1 + len(request.prefix_ids)
     group = SequenceGroup(
@@ -62,7 +62,7 @@ def admit(request: Request, stream: OutputStream, limits: AdmissionLimits) -> Se
         num_rows=num_rows,
         num_self_blocks=num_self_blocks,
         num_cross_blocks=blocks_for(len(request.source_ids), facts.block_size) if facts.has_decoder else 0,
-        num_first_blocks=first_blocks(num_fed, num_self_blocks, facts.block_size) if grows else num_self_blocks,
+        num_first_blocks=first_blocks(num_fed, num_self_blocks, facts.target_block_size) if grows else num_self_blocks,
         grows=grows,
         can_pause=request.task is Task.GENERATE and request.params.beam_width == 1,
     )

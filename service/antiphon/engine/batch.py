@@ -264,7 +264,7 @@ class RunningRows:
         facts = runner.facts
         return cls(
             num_rows,
-            self_width=blocks_for(facts.max_target_len, facts.block_size) if facts.has_decoder else 1,
+            self_width=blocks_for(facts.max_target_len, facts.target_block_size) if facts.has_decoder else 1,
             cross_width=blocks_for(facts.max_source_len, facts.block_size) if facts.has_encoder else 1,
             history_width=1 + facts.max_target_len if facts.has_decoder else 0,
         )

@@ -307,7 +307,7 @@ class BeamRows:
         self._runner = runner
         self._shapes: dict[tuple[int, int], _Shape] = {}
         self._of: dict[str, tuple[_Shape, _Running]] = {}
-        self._arrays = EngineRows(rows.token_ids, rows.positions, rows.tables.own, cache.pool.block_size)
+        self._arrays = EngineRows(rows.token_ids, rows.positions, rows.tables.own, cache.target_block_size)
 
     def __len__(self) -> int:
         return len(self._of)
@@ -387,7 +387,7 @@ class BeamRows:
         for slot in shared.full:
             group = shape.running[slot].group
             num_cached = int(self._rows.positions[rows[slot, 0]])
-            self._give_back(group, rows[slot], num_cached // self._cache.pool.block_size)
+            self._give_back(group, rows[slot], num_cached // self._cache.target_block_size)
         self._fork_processors(shape)
         return [shape.running[search.slot].group for search in ended]
 

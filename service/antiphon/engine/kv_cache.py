@@ -1,6 +1,6 @@
 """Cache blocks: their pool, the blocks of each request, and the block tables of the rows.
 
-A block holds the keys and values of block_size tokens. A request holds the blocks of its source, which all its rows
+A block holds the keys and values of block_size tokens, or the state of constant size of a target. A request holds the blocks of its source, which all its rows
 read, and blocks of each row's target. A row's tables name them in the order of the tokens:
 
     source  5 tokens of 4 a block    cross table [7, 2]       read by every row of the request
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from antiphon.engine.sequence import Sequence, SequenceGroup
 from antiphon.observability.engine_metrics import CacheUse
-from antiphon.ops.cache_geometry import blocks_for, blocks_of_longest
+from antiphon.ops.cache_geometry import blocks_for
 from antiphon.runtime.runner import Runner
 
 
@@ -80,11 +80,12 @@ class BlockPool:
 class KVCache:
     """Blocks of the requests that all lanes have admitted.
 
-    num_cross_blocks: blocks of sources in use.
+    target_block_size: target tokens of a block. num_cross_blocks: blocks of sources in use.
     """
 
-    def __init__(self, pool: BlockPool) -> None:
+    def __init__(self, pool: BlockPool, target_block_size: int) -> None:
         self.pool = pool
+        self.target_block_size = target_block_size
         self.num_cross_blocks = 0
 
     def use(self, bytes_per_token: int) -> CacheUse:
@@ -128,7 +129,7 @@ class KVCache:
             return
         num_produced = sum(len(sequence.produced) for sequence in group.sequences)
         num_fed = 1 + len(group.request.prefix_ids) + num_produced
-        group.num_first_blocks = first_blocks(num_fed, group.num_self_blocks, self.pool.block_size)
+        group.num_first_blocks = first_blocks(num_fed, group.num_self_blocks, self.target_block_size)
 
     def free_output(self, sequence: Sequence) -> None:
         """Free the blocks of one output of a group."""
@@ -142,10 +143,7 @@ class KVCache:
 
 def may_run_short(runner: Runner, num_rows: int) -> bool:
     """Return whether num_rows rows could need more blocks than the pool has."""
-    facts = runner.facts
-    source_len = facts.max_source_len if facts.has_encoder else 0
-    longest = blocks_of_longest(source_len, facts.max_target_len, facts.block_size)
-    return facts.has_decoder and facts.num_blocks < num_rows * longest
+    return runner.facts.num_blocks < num_rows * runner.facts.blocks_of_longest
 
 
 def first_blocks(num_fed: int, num_self_blocks: int, block_size: int) -> int:

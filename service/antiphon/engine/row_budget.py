@@ -215,7 +215,7 @@ class RowBudget:
         num_free = self._cache.pool.num_free
         if not self._can_grow:
             return num_free
-        block_size = self._cache.pool.block_size
+        block_size = self._cache.target_block_size
         return num_free - sum(lane.rows.num_short_within(LOOKAHEAD_STEPS, block_size) for lane in self.lanes)
 
     def is_contended(self, lane: Lane) -> bool:
@@ -279,14 +279,14 @@ class RowBudget:
             lane.num_quiet_steps -= 1
             return
         rows, pool = lane.rows, self._cache.pool
-        short = [rows.sequences[row] for row in np.flatnonzero(rows.slack(pool.block_size) <= 0).tolist()]
+        short = [rows.sequences[row] for row in np.flatnonzero(rows.slack(self._cache.target_block_size) <= 0).tolist()]
         for sequence in sorted(short, key=_age):
             while sequence.row is not None and not pool.num_free:
                 preempt(max((other for other in rows.sequences if other.group.grows), key=_age).group)
             if sequence.row is not None:
                 self._cache.append(sequence)
                 rows.extend(sequence)
-        lane.num_quiet_steps = int(rows.slack(pool.block_size).min()) - 1 if rows else 0
+        lane.num_quiet_steps = int(rows.slack(self._cache.target_block_size).min()) - 1 if rows else 0
 
     def make_room(self, lane: Lane, pause: Callable[[Sequence], None]) -> None:
         """Take rows from callers above their share if others have waited for rows long enough.

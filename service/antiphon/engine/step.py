@@ -64,7 +64,7 @@ class EngineState:
     ) -> None:
         """runner: of any lane."""
         self.queue = queue
-        self.cache = KVCache(pool)
+        self.cache = KVCache(pool, runner.facts.target_block_size)
         self.budget = RowBudget(queue, self.cache, limits, can_grow=may_run_short(runner, limits.max_num_seqs))
         self.limits = limits
         self.metrics = metrics

@@ -150,11 +150,11 @@ class NextTokenScorer:
 
 def _batch(runner: Runner, source_len: int, decoder_input_ids: Sequence[int], edits: Edits) -> DecodeBatch:
     """Return a batch that feeds the whole target and samples twice after it: without the edits, then with them."""
-    block_size, vocab_size = runner.facts.block_size, runner.facts.vocab_size
-    num_fed = len(decoder_input_ids)
+    facts, num_fed = runner.facts, len(decoder_input_ids)
+    vocab_size = facts.vocab_size
     num_source, num_target = (
-        blocks_for(source_len, block_size),
-        blocks_for(num_fed, block_size),
+        blocks_for(source_len, facts.block_size),
+        blocks_for(num_fed, facts.target_block_size),
     )
     return DecodeBatch(
         token_ids=np.array(decoder_input_ids, np.int64),

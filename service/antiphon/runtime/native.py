@@ -23,7 +23,7 @@ from antiphon.architecture.heads import Task as HeadTask
 from antiphon.bundle.graph import Graph
 from antiphon.bundle.manifest import Bundle, GraphSet, Precision
 from antiphon.errors import GraphError
-from antiphon.ops.cache_geometry import BLOCK_SIZE, blocks_for, blocks_of_longest, pool_axes
+from antiphon.ops.cache_geometry import BLOCK_SIZE, blocks_for, blocks_of_longest, pool_axes, target_block_size
 from antiphon.ops.sampling import FLOAT_PARAMS, INT_PARAMS, SamplingArrays
 from antiphon.ops.workspace import Workspace
 from antiphon.runtime.encoder import NativeEncoder
@@ -58,7 +58,7 @@ class NativeRunner(PartialRunner):
     ) -> None:
         model, graphs = bundle.manifest.model, bundle.graph_set(precision)
         if cache is None:
-            longest = blocks_of_longest(*model.longest_cached, BLOCK_SIZE)
+            longest = blocks_of_longest(model)
             cache = _reserve_pool(model, graphs, num_blocks or max_rows * longest)
         self.cache = cache
         cache_bytes_per_token = cache[0].nbytes // BLOCK_SIZE
@@ -186,7 +186,7 @@ class NativeDecoder:
         self._input_ids = np.zeros(max_rows, np.int64)
         self._positions = np.zeros(max_rows, np.int32)
         self._one_each = np.arange(max_rows + 1, dtype=np.int32)
-        self._self_tables = _tables(max_rows, model.max_target_len)
+        self._self_tables = _tables(max_rows, model.max_target_len, target_block_size(model))
         self._cross_tables = _tables(max_rows, max(1, model.longest_cached[0]))  # a table has at least one column
         self._source_lens = np.zeros(max_rows, np.int32)
         self._params: Arrays = {
@@ -293,8 +293,8 @@ class NativeDecoder:
         return self._graph.bind({**inputs, **shared}, {name: getattr(samples, name) for name in names})
 
 
-def _tables(max_rows: int, max_len: int) -> NDArray[np.int32]:
-    return np.zeros((max_rows, blocks_for(max_len, BLOCK_SIZE)), np.int32)
+def _tables(max_rows: int, max_len: int, block_size: int = BLOCK_SIZE) -> NDArray[np.int32]:
+    return np.zeros((max_rows, blocks_for(max_len, block_size)), np.int32)
 
 
 def reserve(shape: Sequence[int], dtype: np.dtype[Any], what: str) -> NDArray[Any]:

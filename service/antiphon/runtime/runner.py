@@ -21,7 +21,7 @@ from antiphon.architecture.config import ModelConfig
 from antiphon.architecture.heads import EmbeddingConfig, HeadConfig
 from antiphon.architecture.heads import Task as HeadTask
 from antiphon.bundle.manifest import GraphSet, Lowering, Precision
-from antiphon.ops.cache_geometry import BLOCK_SIZE
+from antiphon.ops.cache_geometry import BLOCK_SIZE, blocks_for, target_block_size
 from antiphon.ops.sampling import NONE_ALLOWED, NOT_FINITE, Samples, SamplingArrays
 
 __all__ = [
@@ -67,7 +67,7 @@ class DecodeBatch:
     offsets: NDArray[np.int32]
     """[R+1]: row r feeds tokens offsets[r] .. offsets[r+1]-1, at least one."""
     self_tables: NDArray[np.int32]
-    """[R, X]: block b of a row contains its positions block_size * b and following; entries beyond its length are
+    """[R, X]: block b of a row contains its positions target_block_size * b and following; entries beyond its length are
     ignored. Rows can share blocks, except a block that one of them writes in this step."""
     cross_tables: NDArray[np.int32]
     """[R, Y]: the same for the row's source."""
@@ -112,11 +112,14 @@ class ModelFacts:
     eos_id: int
     """Token that ends a target."""
     block_size: int = BLOCK_SIZE
-    """Tokens of a cache block."""
+    """Source tokens of a cache block."""
+    target_block_size: int = BLOCK_SIZE
+    """Target tokens of a cache block; max_target_len where a row has a state of constant size, in one block."""
     num_blocks: int
     """Number of cache blocks, for self and cross attention together; their ids are below it."""
     cache_bytes_per_token: int
-    """Bytes of keys and values of one token, all layers; the same for self and cross attention."""
+    """Bytes of keys and values of one token, all layers; the same for self and cross attention. A block has
+    block_size times as many, whatever it stores."""
     heads: Mapping[HeadTask, HeadConfig] = field(default_factory=dict)
     """Heads that read the encoder output, by task."""
     embedding: EmbeddingConfig | None = None
@@ -125,6 +128,14 @@ class ModelFacts:
     """Kind of the graphs that run."""
     precision: Precision = "float32"
     """Precision of these graphs."""
+
+    @property
+    def blocks_of_longest(self) -> int:
+        """Blocks of one sequence with the longest source and the longest target; 0 without a decoder."""
+        if not self.has_decoder:
+            return 0
+        source_len = self.max_source_len if self.has_encoder else 0
+        return blocks_for(source_len, self.block_size) + blocks_for(self.max_target_len, self.target_block_size)
 
 
 def facts_of(
@@ -146,6 +157,7 @@ def facts_of(
         has_decoder=has_decoder,
         bos_id=model.bos_id,
         eos_id=model.eos_id,
+        target_block_size=target_block_size(model),
         num_blocks=num_blocks,
         cache_bytes_per_token=cache_bytes_per_token,
         heads={} if has_decoder else {head.task: head for head in model.heads},

@@ -22,6 +22,8 @@ constexpr Kernels MakeTable(const char* name) {
   table.layer_norm = LayerNorm;
   table.rms_norm = RmsNorm;
   table.gate = GateRow;
+  table.ssru = Ssru;
+  table.average = Average;
   table.embed = EmbedFloat;
   table.quantized_embed = EmbedQuantized;
   table.rotate = Rotate;

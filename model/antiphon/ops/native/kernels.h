@@ -188,6 +188,11 @@ struct Kernels {
                    int64_t width, float* normed, float* sum);
   // out[i] = act(gate[i]) * linear[i]
   void (*gate)(const float* gate, const float* linear, Activation, int64_t width, float* out);
+  // One token of a recurrence: state[i] = f before[i] + (1 - f) gates[i] with f = sigmoid(gates[width + i]), and out[i]
+  // = relu(state[i]). before can be null, which is zero.
+  void (*ssru)(const float* gates, const float* before, int64_t width, float* state, float* out);
+  // out[i] = state[i] = (position before[i] + x[i]) / (position + 1); before is not read at position 0.
+  void (*average)(const float* x, const float* before, int64_t position, int64_t width, float* state, float* out);
   // Token embeddings: out[i] = column of the packed weight * scale (* scales[column]) + position[i] (or null).
   void (*embed)(const FloatWeight&, int64_t column, float scale, const float* position, float* out);
   void (*quantized_embed)(const QuantizedWeight&, int64_t inputs, int64_t column, float scale, const float* position,

@@ -13,6 +13,7 @@ std::vector<const OrtCustomOp*> RowOperators();
 std::vector<const OrtCustomOp*> AttentionOperators();
 std::vector<const OrtCustomOp*> SampleOperators();
 std::vector<const OrtCustomOp*> SublayerOperators();
+std::vector<const OrtCustomOp*> RecurrenceOperators();
 
 // Calls body(row) for every row of a tensor [rows, width], on several threads when it is large.
 template <typename Body>

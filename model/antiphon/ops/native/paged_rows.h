@@ -107,6 +107,21 @@ void ForHeads(const Call& call, int64_t rows, int64_t heads, double macs, int64_
   });
 }
 
+// Positions of packed tokens, which rise by 1 within a row.
+inline const int32_t* CheckedPositions(const Tensor& tensor, const Packing& packing, int64_t tokens) {
+  Require(tensor.dims[0] == tokens, "length of positions", tensor.dims[0], "it must be the number of tokens");
+  const auto* positions = tensor.as<int32_t>();
+  for (int64_t row = 0; row < packing.sequences; ++row) {
+    for (int64_t token = packing.begin(row); token < packing.end(row); ++token) {
+      const int64_t position = positions[token];
+      Require(position >= 0, "positions", position, "it must be 0 or more");
+      Require(token == packing.begin(row) || position == int64_t{positions[token - 1]} + 1, "positions", position,
+              "within a row they must rise by 1");
+    }
+  }
+  return positions;
+}
+
 // Inputs of a node with paged self attention, in this order: cache, block_tables, offsets, positions, bias_table,
 // slopes, rotary_table.
 inline constexpr std::array<Port, 7> kSelfRowsPorts = {{{kAnyElement},
@@ -164,20 +179,6 @@ class SelfRows {
   // Number of positions of a row after its new tokens.
   int64_t Length(int64_t row) const {
     return packing_.length(row) == 0 ? 0 : int64_t{positions_[packing_.end(row) - 1]} + 1;
-  }
-
-  static const int32_t* CheckedPositions(const Tensor& tensor, const Packing& packing, int64_t tokens) {
-    Require(tensor.dims[0] == tokens, "length of positions", tensor.dims[0], "it must be the number of tokens");
-    const auto* positions = tensor.as<int32_t>();
-    for (int64_t row = 0; row < packing.sequences; ++row) {
-      for (int64_t token = packing.begin(row); token < packing.end(row); ++token) {
-        const int64_t position = positions[token];
-        Require(position >= 0, "positions", position, "it must be 0 or more");
-        Require(token == packing.begin(row) || position == int64_t{positions[token - 1]} + 1, "positions", position,
-                "within a row they must rise by 1");
-      }
-    }
-    return positions;
   }
 
   Pool pool_;

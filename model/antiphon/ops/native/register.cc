@@ -82,7 +82,8 @@ OrtStatus* RegisterOnce(const OrtApi* api) {
 std::vector<const OrtCustomOp*> AllOperators() {
   std::vector<const OrtCustomOp*> all;
   for (const auto& family : {antiphon::RowOperators(), antiphon::AttentionOperators(), antiphon::SampleOperators(),
-                             antiphon::SublayerOperators()}) {
+                             antiphon::SublayerOperators(),
+                             antiphon::RecurrenceOperators()}) {
     all.insert(all.end(), family.begin(), family.end());
   }
   return all;

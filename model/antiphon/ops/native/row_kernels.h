@@ -74,6 +74,26 @@ void GateRow(const float* gate, const float* linear, Activation activation, int6
   });
 }
 
+void Ssru(const float* gates, const float* before, int64_t width, float* state, float* out) {
+  Vectors(width, [&](int64_t k, int part) ANTIPHON_BODY {
+    const F32 forget = 1.0f / (1.0f + Exp(-LoadPart(gates + width + k, part)));
+    F32 v = (1.0f - forget) * LoadPart(gates + k, part);
+    if (before != nullptr) v += forget * LoadPart(before + k, part);
+    StorePart(state + k, v, part);
+    StorePart(out + k, Max(v, F32{}), part);
+  });
+}
+
+void Average(const float* x, const float* before, int64_t position, int64_t width, float* state, float* out) {
+  const auto weight = static_cast<float>(position), count = static_cast<float>(position + 1);
+  Vectors(width, [&](int64_t k, int part) ANTIPHON_BODY {
+    F32 v = LoadPart(x + k, part);
+    if (position > 0) v = (weight * LoadPart(before + k, part) + v) / count;
+    StorePart(state + k, v, part);
+    StorePart(out + k, v, part);
+  });
+}
+
 ANTIPHON_INLINE void ScaleAndPlace(float* row, int64_t width, float scale, const float* position) {
   Vectors(width, [&](int64_t k, int part) ANTIPHON_BODY {
     F32 v = LoadPart(row + k, part) * scale;

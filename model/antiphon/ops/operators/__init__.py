@@ -5,6 +5,7 @@ from __future__ import annotations
 from antiphon.ops.operator import Operator
 from antiphon.ops.operators.attention import DISENTANGLED_ATTENTION, PAGED_WRITE
 from antiphon.ops.operators.linear import LINEAR
+from antiphon.ops.operators.recurrence import PAGED_AVERAGE, SSRU_SUBLAYER
 from antiphon.ops.operators.rows import ADD_NORM, EMBED
 from antiphon.ops.operators.sample import SAMPLE
 from antiphon.ops.operators.sublayers import (
@@ -25,4 +26,6 @@ OPERATORS: tuple[Operator, ...] = (
     PACKED_ATTENTION_SUBLAYER,
     PAGED_SELF_ATTENTION_SUBLAYER,
     PAGED_CROSS_ATTENTION_SUBLAYER,
+    SSRU_SUBLAYER,
+    PAGED_AVERAGE,
 )

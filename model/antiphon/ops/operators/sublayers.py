@@ -24,33 +24,19 @@ from antiphon.ops.shared_inputs import (
     BLOCK_TABLES,
     CACHE,
     CAUSAL,
-    FLOAT32_WEIGHT,
-    INT4_WEIGHT,
-    INT8_WEIGHT,
     LAYER,
     NORM,
+    NORM_WEIGHTS,
     NUM_HEADS,
+    PARTS,
     ROTARY_TABLE,
     ROW_OFFSETS,
     SCALE,
     SLOPES,
     SOURCE_OFFSETS,
+    SUBLAYER_INPUTS,
+    SUBLAYER_OUTPUTS,
 )
-
-_PARTS = {"float32": FLOAT32_WEIGHT, "int8": INT8_WEIGHT, "int4": INT4_WEIGHT}
-_STATES = (
-    Input("x", "float", "N, M", "input of the sublayer"),
-    Input("residual", "float", "N, M", "added to its result; the same as x if norms come after sums"),
-)
-_NORM = (
-    Input("norm_weight", "float", "M", "factor of the norm", optional=True),
-    Input("norm_bias", "float", "M", "added to the norm", optional=True),
-)
-_OUTPUTS = (
-    Output("normed", "float", "N, M", "norm of the sum: input of the next sublayer"),
-    Output("sum", "float", "N, M", "residual + result of the sublayer"),
-)
-
 
 def _weight(prefix: str, axes: str, width: str, meaning: str) -> tuple[Input, Input]:
     """Return the inputs of a product's weight and bias."""
@@ -64,21 +50,21 @@ FEED_FORWARD_SUBLAYER = Operator(
     name="feed_forward_sublayer",
     purpose="norm(residual + feed-forward layer of x) (Vaswani et al. 2017, section 3.3).",
     inputs=(
-        *_STATES,
+        *SUBLAYER_INPUTS,
         *_weight("inner", "F, M", "F", "first product"),
         *_weight("outer", "M, G", "M", "second product"),
-        *_NORM,
+        *NORM_WEIGHTS,
     ),
     attributes=(
         Attribute("activation", str, f"one of {', '.join(ACTIVATIONS)}"),
         Attribute("gated", bool, "the second half of the first product is multiplied by its activated first half"),
         *NORM,
     ),
-    outputs=_OUTPUTS,
+    outputs=SUBLAYER_OUTPUTS,
     shapes=lambda inputs: [inputs["x"].shape, inputs["x"].shape],
     weights=(
-        PackedWeight(name="inner_weight", sizes=("inner_width",), parts=_PARTS),
-        PackedWeight(name="outer_weight", sizes=(), parts=_PARTS),
+        PackedWeight(name="inner_weight", sizes=("inner_width",), parts=PARTS),
+        PackedWeight(name="outer_weight", sizes=(), parts=PARTS),
     ),
 )
 
@@ -86,10 +72,10 @@ PACKED_ATTENTION_SUBLAYER = Operator(
     name="packed_attention_sublayer",
     purpose="norm(residual + attention of each packed sequence over itself, without padding).",
     inputs=(
-        *_STATES,
+        *SUBLAYER_INPUTS,
         *_weight("qkv", "3 H D, M", "3 H D", "product to queries, keys and values"),
         *_weight("out", "M, H D", "M", "product after the attention"),
-        *_NORM,
+        *NORM_WEIGHTS,
         SOURCE_OFFSETS,
         BIAS_TABLE,
         SLOPES,
@@ -102,11 +88,11 @@ PACKED_ATTENTION_SUBLAYER = Operator(
         CAUSAL,
         *NORM,
     ),
-    outputs=_OUTPUTS,
+    outputs=SUBLAYER_OUTPUTS,
     shapes=lambda inputs: [inputs["x"].shape, inputs["x"].shape],
     weights=(
-        PackedWeight(name="qkv_weight", sizes=("qkv_width",), parts=_PARTS),
-        PackedWeight(name="out_weight", sizes=(), parts=_PARTS),
+        PackedWeight(name="qkv_weight", sizes=("qkv_width",), parts=PARTS),
+        PackedWeight(name="out_weight", sizes=(), parts=PARTS),
     ),
 )
 
@@ -114,10 +100,10 @@ PAGED_SELF_ATTENTION_SUBLAYER = Operator(
     name="paged_self_attention_sublayer",
     purpose="norm(residual + attention of each row's new tokens over its blocks, to which they are appended).",
     inputs=(
-        *_STATES,
+        *SUBLAYER_INPUTS,
         *_weight("qkv", "3 H D, M", "3 H D", "product to queries, keys and values"),
         *_weight("out", "M, H D", "M", "product after the attention"),
-        *_NORM,
+        *NORM_WEIGHTS,
         CACHE,
         BLOCK_TABLES,
         ROW_OFFSETS,
@@ -127,11 +113,11 @@ PAGED_SELF_ATTENTION_SUBLAYER = Operator(
         ROTARY_TABLE,
     ),
     attributes=(NUM_HEADS, SCALE, LAYER, *NORM),
-    outputs=(*_OUTPUTS, Output("present", "cache", CACHE.axes, "the cache with the new tokens", updates="cache")),
+    outputs=(*SUBLAYER_OUTPUTS, Output("present", "cache", CACHE.axes, "the cache with the new tokens", updates="cache")),
     shapes=lambda inputs: [inputs["x"].shape, inputs["x"].shape, inputs["cache"].shape],
     weights=(
-        PackedWeight(name="qkv_weight", sizes=("qkv_width",), parts=_PARTS),
-        PackedWeight(name="out_weight", sizes=(), parts=_PARTS),
+        PackedWeight(name="qkv_weight", sizes=("qkv_width",), parts=PARTS),
+        PackedWeight(name="out_weight", sizes=(), parts=PARTS),
     ),
 )
 
@@ -139,21 +125,21 @@ PAGED_CROSS_ATTENTION_SUBLAYER = Operator(
     name="paged_cross_attention_sublayer",
     purpose="norm(residual + attention of each row's new tokens over its source).",
     inputs=(
-        *_STATES,
+        *SUBLAYER_INPUTS,
         *_weight("query", "H D, M", "H D", "product to queries"),
         *_weight("out", "M, H D", "M", "product after the attention"),
-        *_NORM,
+        *NORM_WEIGHTS,
         CACHE,
         replace(BLOCK_TABLES, axes="R, Y", meaning="blocks of each row's source, in the order of its positions"),
         ROW_OFFSETS,
         Input("source_lens", "int32", "R", "tokens of each row's source"),
     ),
     attributes=(NUM_HEADS, SCALE, LAYER, *NORM),
-    outputs=_OUTPUTS,
+    outputs=SUBLAYER_OUTPUTS,
     shapes=lambda inputs: [inputs["x"].shape, inputs["x"].shape],
     weights=(
-        PackedWeight(name="query_weight", sizes=("query_width",), parts=_PARTS),
-        PackedWeight(name="out_weight", sizes=(), parts=_PARTS),
+        PackedWeight(name="query_weight", sizes=("query_width",), parts=PARTS),
+        PackedWeight(name="out_weight", sizes=(), parts=PARTS),
     ),
 )
 

@@ -66,7 +66,7 @@ class CudaRunner(PartialRunner):
         }
         axes = cuda_pool_axes(model)
         self._block_bytes = int(np.prod(axes)) * bytes_of(graphs.precision)
-        longest = blocks_of_longest(*model.longest_cached, BLOCK_SIZE)
+        longest = blocks_of_longest(model)
         num_blocks = num_blocks or self._blocks_that_fit(max_rows * longest, longest)
         cache_bytes_per_token = self._block_bytes // BLOCK_SIZE
         self.facts = facts_of(

@@ -298,7 +298,7 @@ def _possible_lanes(bundle: Bundle, plan: ModelPlan) -> list[int]:
 def _check_blocks(bundle: Bundle, plan: ModelPlan) -> None:
     """Raise StartupError if the longest sequence does not fit: requests without a length limit would all be refused."""
     model, num_blocks = bundle.manifest.model, plan.limits.kv_cache_blocks
-    needed = blocks_of_longest(*model.longest_cached, BLOCK_SIZE)
+    needed = blocks_of_longest(model)
     if num_blocks is not None and num_blocks < needed:
         raise StartupError(
             f"kv_cache_blocks is {num_blocks}; it must be at least {needed}, "

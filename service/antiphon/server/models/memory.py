@@ -125,7 +125,7 @@ def need_of(
     Workers share the weights; each has a cache of its own, and each of its lanes a workspace.
     """
     model = bundle.manifest.model
-    fewest = blocks_of_longest(*model.longest_cached, BLOCK_SIZE)
+    fewest = blocks_of_longest(model)
     num_blocks = block_bytes = 0  # of every worker; bytes of all workers
     if graphs.decoder is not None:
         num_blocks = limits.num_cache_blocks(fewest)

@@ -12,7 +12,7 @@ from antiphon.architecture.config import ModelConfig
 from antiphon.bundle.manifest import Bundle, load_bundle
 from antiphon.domain.limits import EngineLimits
 from antiphon.errors import BundleError
-from antiphon.ops.cache_geometry import BLOCK_SIZE, blocks_for, blocks_of_longest
+from antiphon.ops.cache_geometry import BLOCK_SIZE, blocks_for, blocks_of_longest, target_block_size
 from antiphon.server.models.memory import need_of
 from antiphon.server.workers.division import cores_per_worker, suggested_workers
 from antiphon.tools.capacity.flags import CapacityError
@@ -136,9 +136,10 @@ def blocks_of(model: ModelConfig, num_rows: int, lengths: Lengths) -> tuple[int 
     longest_source, longest_target = model.longest_cached
     source = min(lengths.source or longest_source, longest_source)
     target = min(lengths.target + 1 if lengths.target else longest_target, longest_target)  # the begin token
-    a_row = blocks_for(source, BLOCK_SIZE) + blocks_for(target, BLOCK_SIZE)
-    formula = f"{num_rows} rows x (ceil({source} / {BLOCK_SIZE}) + ceil({target} / {BLOCK_SIZE}))"
-    fewest = blocks_of_longest(longest_source, longest_target, BLOCK_SIZE)
+    block_size = target_block_size(model)
+    a_row = blocks_for(source) + blocks_for(target, block_size)
+    formula = f"{num_rows} rows x (ceil({source} / {BLOCK_SIZE}) + ceil({target} / {block_size}))"
+    fewest = blocks_of_longest(model)
     if num_rows * a_row < fewest:
         return fewest, f"{formula}, but at least {fewest}, one longest sequence"
     return num_rows * a_row, formula
