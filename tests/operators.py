@@ -23,6 +23,7 @@ from antiphon.ops.operator import NODE_PREFIXES, Input, Node, Operator
 from antiphon.ops.operators import OPERATORS
 from antiphon.ops.operators.attention import write_position
 from antiphon.ops.operators.linear import LINEAR
+from antiphon.ops.operators.recurrence import row_states
 from antiphon.ops.sampling import FLOAT_PARAMS, INT_PARAMS
 
 Rng = np.random.Generator
@@ -246,6 +247,7 @@ class Inputs:
         names = {port.name for port in node.inputs}
         self.counts = sizes.new if self.has_rows else sizes.lens
         self.num_tokens = sum(self.counts) if "offsets" in names else sizes.tokens
+        self.has_states = "cache" in names and all(attribute.name != "num_heads" for attribute in node.attributes)
         self.is_sampling, self.reads_sources = "edit_offsets" in names, "source_lens" in names
         self.tables_of_rows, self.num_blocks = block_tables(sizes.lens, rng, spare=sizes.spare, unused=sizes.unused)
         inner = sizes.outputs + sizes.outputs % 2
@@ -310,11 +312,17 @@ class Inputs:
         return np.abs(self.floats(self.sizes.heads))
 
     def cache(self) -> Array:
-        """Return a pool with the keys and values of earlier tokens; NaN elsewhere, which no operator may read."""
+        """Return a pool with keys and values, or states, of earlier tokens; no operator may read the NaN elsewhere."""
         sizes, width = self.sizes, padded_width(self.sizes.head_width)
         shape = (self.num_blocks, NUM_LAYERS, 2, sizes.heads + sizes.spare, BLOCK_SIZE * width)
         cache = np.full(shape, np.nan, sizes.cache)
         for table, held in zip(self.tables_of_rows, self.held_lens(), strict=True):
+            if self.has_states:
+                for layer in range(NUM_LAYERS * (held > 0)):
+                    row_states(torch.from_numpy(cache), int(table[0]), layer, sizes.width)[held % 2] = torch.from_numpy(
+                        self.floats(sizes.width)
+                    )
+                continue
             for block, first in zip(table, range(0, held, BLOCK_SIZE), strict=False):
                 end = min(BLOCK_SIZE, held - first)
                 keys = cache[block, :, 0].reshape(NUM_LAYERS, -1, width, BLOCK_SIZE)

@@ -20,6 +20,7 @@ from antiphon.bundle.manifest import Precision
 from antiphon.export.weights import pack_float, unpack_weight
 from antiphon.ops.activations import ACTIVATIONS
 from antiphon.ops.operator import NODE_PREFIXES, Operator, torch_operator
+from antiphon.ops.operators.recurrence import PAGED_AVERAGE, SSRU_SUBLAYER
 from antiphon.ops.operators.sample import SAMPLE
 from tests.operators import (
     NODES,
@@ -72,7 +73,10 @@ def test_operator_equals_eager_alone_and_together(name: str, seed: int) -> None:
     weights = [array for weight in operator.weights if (array := arrays[weight.name]) is not None]
     summed = max((weight.shape[-1] for weight in weights), default=1)
     tolerance = 2e-5
-    if "present" in expected:
+    if "present" in expected and operator in (SSRU_SUBLAYER, PAGED_AVERAGE):
+        states = [np.ascontiguousarray(pool).view(np.float32) for pool in (changed, expected["present"].numpy())]
+        np.testing.assert_allclose(*states, rtol=2e-5, atol=2e-5)
+    elif "present" in expected:
         # Products are added in another order, and then round to another number of the cache's type.
         bound = 0 if not operator.weights else 2e-3 if changed.dtype == np.float16 else 2e-5
         np.testing.assert_allclose(changed, expected["present"], rtol=bound, atol=bound)

@@ -219,6 +219,25 @@ BAD_SUBLAYERS: list[tuple[str, dict[str, Any], str]] = [
         "rotary_table is 1; it must be even",
     ),
 ]
+_STATES: list[tuple[dict[str, Any], str]] = [
+    ({"layer": 2}, "layer is 2"),
+    ({"positions": ints(19, -1)}, "positions is -1"),
+    ({"positions": ints(19)}, "positions is 1"),
+    ({"offsets": ramp([1, 0])}, "offsets is 1"),
+    ({"block_tables": ints(10_000, 1).reshape(2, 1)}, "block_tables is 10000"),
+    ({"block_tables": ints(0, -1).reshape(2, 1)}, "block_tables is -1"),
+    ({"block_tables": ints().reshape(2, 0)}, "width of block_tables is 0"),
+    ({"block_tables": ints(0, 1).reshape(1, 2)}, "rows of block_tables is 1"),
+    ({"cache": np.zeros((4, 2, 2, 1, 15), np.float16)}, "a layer in a block of cache is 60.* two states need 64"),
+    ({"cache": np.zeros((4, 2, 2, 1, 16), np.int16)}, "cache must be float32 or float16"),
+]
+BAD += [("PagedAverage", changes, text) for changes, text in _STATES]
+BAD_SUBLAYERS += [
+    *(("SsruSublayer", changes, text) for changes, text in _STATES),
+    ("SsruSublayer", {"gates_bias": normal(9)}, "gates_bias dimension 0 is 9"),
+    ("SsruSublayer", {"residual": normal(1, 8)}, "residual is 1"),
+    ("SsruSublayer", {"norm_weight": normal(9)}, "norm_weight is 9"),
+]
 BAD += [(prefix + name, changes, text) for prefix in NODE_PREFIXES.values() for name, changes, text in BAD_SUBLAYERS]
 
 
@@ -241,7 +260,7 @@ def test_valid_calls_succeed_before_they_are_changed(op_type: str) -> None:
 
 @pytest.mark.parametrize(
     "op_type",
-    [*(name for name in SUBLAYERS if name.startswith("P")), "DisentangledAttention", "PagedWrite", "Sample"],
+    [*(name for name in SUBLAYERS if name[0] in "PS"), "PagedAverage", "DisentangledAttention", "PagedWrite", "Sample"],
 )
 def test_calls_without_rows_give_empty_outputs(op_type: str) -> None:
     kept: tuple[str, ...] = ("cache", "bias_table", "slopes", "rotary_table", "edit_ids", "edit_values")
@@ -280,8 +299,8 @@ ANY_INT = st.integers(-(2**31), 2**31 - 1) | st.integers(-3, 40)
 @given(st.data())
 def test_random_lengths_and_tables_never_end_the_process(data: st.DataObject) -> None:
     """Random integers replace the small ones: the result is an answer or a refusal, and only the pool can change."""
-    sublayers = [name for name in SUBLAYERS if name.startswith("P")]
-    op_type = data.draw(st.sampled_from([*sublayers, "DisentangledAttention", "PagedWrite"]))
+    sublayers = [name for name in SUBLAYERS if name[0] in "PS"]
+    op_type = data.draw(st.sampled_from([*sublayers, "PagedAverage", "DisentangledAttention", "PagedWrite"]))
     arrays, attributes = small_call(op_type)
     for name, array in arrays.items():
         if array is not None and array.dtype == np.int32 and data.draw(st.booleans()):

@@ -76,9 +76,7 @@ class NativeStepper:
     def encode(self, sources: Sequence[Ids], capacity: int) -> Sequences:
         """Encode sources of any lengths in one packed batch, and reserve blocks for `capacity` target tokens each."""
         lens = np.array([len(source) if self._encoder else 0 for source in sources], np.int32)
-        sequences = reserve(
-            lens, capacity, pool_axes(self._config), self._cache_type, target_block_size(self._config)
-        )
+        sequences = reserve(lens, capacity, pool_axes(self._config), self._cache_type, target_block_size(self._config))
         if self._encoder is None:
             return sequences
         inputs = {

@@ -73,7 +73,8 @@ class ExplainModule(nn.Module):
         """Return the attention weights of one source and target by name.
 
         encoder_self [L, H, S, S], decoder_self [Ld, H, T, T] and cross [Ld, H, T, S] float32; a model of one part has
-        the maps of this part, and a decoder without self-attention no decoder_self. The weights of a query sum to 1; masked keys have weight 0.
+        the maps of this part, and a decoder without self-attention no decoder_self. The weights of a query sum to 1;
+        masked keys have weight 0.
         """
         ids = dict(zip(explain_inputs(self.config), tensors, strict=True))
         self._recorded.clear()

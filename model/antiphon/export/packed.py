@@ -31,7 +31,14 @@ from antiphon.ops.operators.sublayers import (
     paged_self_attention_sublayer,
 )
 from antiphon.transformer.heads import Head
-from antiphon.transformer.layers import CrossAttention, DecoderLayer, EncoderLayer, FeedForward, SelfAttention, SimpleRecurrence
+from antiphon.transformer.layers import (
+    CrossAttention,
+    DecoderLayer,
+    EncoderLayer,
+    FeedForward,
+    SelfAttention,
+    SimpleRecurrence,
+)
 from antiphon.transformer.positions import rotary_table
 from antiphon.transformer.transformer import Encoder, Stack, Transformer
 

@@ -1,7 +1,8 @@
 """Cache blocks: their pool, the blocks of each request, and the block tables of the rows.
 
-A block holds the keys and values of block_size tokens, or the state of constant size of a target. A request holds the blocks of its source, which all its rows
-read, and blocks of each row's target. A row's tables name them in the order of the tokens:
+A block holds the keys and values of block_size tokens, or the state of constant size of one target. A request holds
+the blocks of its source, which all its rows read, and blocks of each row's target. A row's tables name them in the
+order of the tokens:
 
     source  5 tokens of 4 a block    cross table [7, 2]       read by every row of the request
     target  9 tokens of 4 a block    self table  [3, 11, 5]   written at position 9: block 5, offset 1

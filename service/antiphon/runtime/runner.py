@@ -67,8 +67,8 @@ class DecodeBatch:
     offsets: NDArray[np.int32]
     """[R+1]: row r feeds tokens offsets[r] .. offsets[r+1]-1, at least one."""
     self_tables: NDArray[np.int32]
-    """[R, X]: block b of a row contains its positions target_block_size * b and following; entries beyond its length are
-    ignored. Rows can share blocks, except a block that one of them writes in this step."""
+    """[R, X]: block b of a row contains its positions target_block_size * b and following; entries beyond its
+    length are ignored. Rows can share blocks, except a block that one of them writes in this step."""
     cross_tables: NDArray[np.int32]
     """[R, Y]: the same for the row's source."""
     source_lens: NDArray[np.int32]

@@ -95,7 +95,7 @@ def beam_requests(draw: st.DrawFn, name: str) -> Request:
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_searches_in_a_crowd_are_those_of_each_alone(loop: asyncio.AbstractEventLoop, data: st.DataObject) -> None:
-    bench = Bench(loop, max_rows=8, num_blocks=200, reads_history=True)
+    bench = Bench(loop, max_rows=8, num_blocks=200, reads_history=True, is_recurrent=data.draw(st.booleans()))
     asked = [data.draw(beam_requests(str(index))) for index in range(data.draw(st.integers(1, 9)))]
     groups = []
     for request in asked:

@@ -274,7 +274,9 @@ def test_step_reports_self_and_cross_cache_use_separately(bench: Bench) -> None:
 @pytest.mark.parametrize("seed", range(25))
 def test_step_gives_each_request_of_a_random_mix_its_own_answer(loop: asyncio.AbstractEventLoop, seed: int) -> None:
     dice = random.Random(seed)
-    bench = Bench(loop, max_rows=dice.randint(1, 7), num_blocks=dice.choice([17, 30, 200]))
+    bench = Bench(
+        loop, max_rows=dice.randint(1, 7), num_blocks=dice.choice([17, 30, 200]), is_recurrent=dice.random() < 0.5
+    )
     faults = {"encode": 0.0, "decode": 0.0}
     faults[dice.choice(list(faults))] = dice.choice([0.0, 0.05])
 
@@ -478,6 +480,13 @@ def test_reported_blocks_are_the_most_that_a_request_alone_takes_out_of_the_pool
     bench = Bench(loop, num_blocks=num_blocks, reads_history=True)
     reported, used = run(bench, asked)
     assert reported == used > 0
+
+
+def test_recurrent_row_holds_one_block_for_a_target_of_any_length(loop: asyncio.AbstractEventLoop) -> None:
+    params = SamplingParams(beam_width=4, max_new_tokens=20, ignore_eos=True)
+    for request, num_rows in ((GREEDY, 1), (dataclasses.replace(GREEDY, params=params, prefix_ids=(5,) * 9), 4)):
+        reported, used = run(Bench(loop, reads_history=True, is_recurrent=True), request)
+        assert reported == used == blocks_for(len(SOURCE), BLOCK_SIZE) + num_rows
 
 
 def test_preempted_request_reports_no_more_blocks_than_alone(loop: asyncio.AbstractEventLoop) -> None:

@@ -26,7 +26,7 @@ from antiphon.errors import SourceError
 from antiphon.text.format import TextFormat
 from antiphon.text.segmenters import read_pieces
 from antiphon.transformer.layers import DecoderLayer, EncoderLayer, SimpleRecurrence
-from antiphon.transformer.transformer import Stack, Transformer
+from antiphon.transformer.transformer import Transformer
 
 # Marian has no maximum length of a target but a multiple of the source's; these are the limits of a bundle, in tokens.
 _SOURCE_LEN, _TARGET_LEN = 1024, 512
@@ -324,7 +324,7 @@ def _embeddings(shapes: Mapping[str, object]) -> list[str]:
 
 
 def _rows(file: MarianFile) -> tuple[int, int]:
-    names = _embeddings({name: None for name in file})
+    names = _embeddings(dict.fromkeys(file))
     return file.shape(names[0])[0], file.shape(names[-1])[0]
 
 

@@ -32,9 +32,9 @@ class RowStates {
             [&] { return "two states need " + std::to_string(needed); });
     Require(tables.dims[0] == packing_.sequences, "rows of block_tables", tables.dims[0],
             [&] { return "it must be " + std::to_string(packing_.sequences); });
-    Require(tables.dims[1] >= 1, "width of block_tables", tables.dims[1], "it must be at least 1");
     for (int64_t row = 0; row < packing_.sequences; ++row) {
       if (packing_.length(row) == 0) continue;  // its table is not read
+      Require(tables.dims[1] >= 1, "width of block_tables", tables.dims[1], "it must be at least 1");
       const int32_t block = tables.as<int32_t>()[row * tables.dims[1]];
       Require(block >= 0 && block < cache.dims[0], "block_tables", block, [&] { return UpTo(cache.dims[0] - 1); });
       states_.data()[row] = reinterpret_cast<float*>(static_cast<char*>(cache.data) +

@@ -38,6 +38,7 @@ from antiphon.ops.shared_inputs import (
     SUBLAYER_OUTPUTS,
 )
 
+
 def _weight(prefix: str, axes: str, width: str, meaning: str) -> tuple[Input, Input]:
     """Return the inputs of a product's weight and bias."""
     return (
@@ -113,7 +114,10 @@ PAGED_SELF_ATTENTION_SUBLAYER = Operator(
         ROTARY_TABLE,
     ),
     attributes=(NUM_HEADS, SCALE, LAYER, *NORM),
-    outputs=(*SUBLAYER_OUTPUTS, Output("present", "cache", CACHE.axes, "the cache with the new tokens", updates="cache")),
+    outputs=(
+        *SUBLAYER_OUTPUTS,
+        Output("present", "cache", CACHE.axes, "the cache with the new tokens", updates="cache"),
+    ),
     shapes=lambda inputs: [inputs["x"].shape, inputs["x"].shape, inputs["cache"].shape],
     weights=(
         PackedWeight(name="qkv_weight", sizes=("qkv_width",), parts=PARTS),

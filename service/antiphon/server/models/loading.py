@@ -16,7 +16,7 @@ from antiphon.engine.engine import Engine
 from antiphon.errors import BundleError, ModelError
 from antiphon.observability.engine_metrics import Metrics
 from antiphon.observability.metrics import MetricFamilies
-from antiphon.ops.cache_geometry import BLOCK_SIZE, blocks_of_longest
+from antiphon.ops.cache_geometry import blocks_of_longest
 from antiphon.ops.cuda.driver import CudaDevice
 from antiphon.rpc.v1.inputs import LongTexts
 from antiphon.rpc.v1.model_info import ModelInfo, describe

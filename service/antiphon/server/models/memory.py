@@ -20,7 +20,7 @@ from antiphon.architecture.config import ModelConfig
 from antiphon.bundle.manifest import Bundle, GraphSet
 from antiphon.domain.errors import OverBudget
 from antiphon.domain.limits import EncodeBudget, EngineLimits
-from antiphon.ops.cache_geometry import BLOCK_SIZE, blocks_of_longest, cuda_pool_axes, pool_axes
+from antiphon.ops.cache_geometry import blocks_of_longest, cuda_pool_axes, pool_axes
 from antiphon.runtime.cuda.cuda_graph import bytes_of
 from antiphon.runtime.encoder import RUN_TOKENS
 
