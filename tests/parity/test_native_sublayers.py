@@ -15,6 +15,7 @@ import torch
 from antiphon.ops.cache_geometry import BLOCK_SIZE, padded_width
 from antiphon.ops.operator import NODE_PREFIXES
 from antiphon.ops.operators.attention import read_positions
+from antiphon.ops.operators.recurrence import ssru
 from tests.operators import SUBLAYERS, Array, Arrays, normal, ramp, random_call
 from tests.parity.native_nodes import attend, gate, run_node
 
@@ -28,7 +29,9 @@ def separately(arrays: Arrays, attributes: dict[str, Any], precision: str) -> li
     x, residual = arrays.pop("x"), arrays.pop("residual")
     norm = {"weight": arrays.pop("norm_weight"), "bias": arrays.pop("norm_bias")}
     kind = {name: attributes.pop(name) for name in ("epsilon", "kind")}
-    if "inner_width" in attributes:
+    if "gates_weight" in arrays:
+        out = _recurrence(x, arrays, attributes, precision)
+    elif "inner_width" in attributes:
         states = _inner(x, arrays, attributes, precision)
         out = _product(states, arrays, "outer_", x, precision)
     else:
@@ -52,6 +55,16 @@ def _inner(x: Array | None, arrays: Arrays, attributes: dict[str, Any], precisio
     return gate(states, activation) if gated else states
 
 
+def _recurrence(x: Array | None, arrays: Arrays, attributes: dict[str, Any], precision: str) -> Array:
+    assert x is not None
+    gates = _product(x, arrays, "gates_", x, precision, width=2 * x.shape[1])
+    rows = [arrays[name] for name in ("cache", "block_tables", "offsets", "positions")]
+    out, _ = ssru(
+        torch.from_numpy(gates), *(torch.from_numpy(array) for array in rows if array is not None), **attributes
+    )
+    return out.numpy()
+
+
 def _attended(x: Array | None, arrays: Arrays, attributes: dict[str, Any], precision: str) -> Array:
     (size,) = (name for name in attributes if name.endswith("_width"))
     projected, width = size.removesuffix("width"), attributes.pop(size)
@@ -72,6 +85,10 @@ def test_sublayer_equals_separate_operators(name: str, precision: str) -> None:
         before = None if cache is None else cache.copy()
         found = run_node(node, arrays, threads=int(random.integers(1, 3)), **attributes)
         expected = separately({**arrays, **({} if before is None else {"cache": before})}, attributes, precision)
+        if name == "SsruSublayer":  # no other operator has the recurrence, whose reference is PyTorch
+            for one, other in zip(found, expected, strict=True):
+                np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-5)
+            continue
         for one, other in zip(found, expected, strict=True):
             np.testing.assert_array_equal(one, other)
         if cache is not None:

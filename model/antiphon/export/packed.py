@@ -21,7 +21,7 @@ from antiphon.ops.disentangled import RelativePositions
 from antiphon.ops.operators import rows as norms
 from antiphon.ops.operators.attention import disentangled_attention, paged_write
 from antiphon.ops.operators.linear import linear as product
-from antiphon.ops.operators.recurrence import ssru_sublayer
+from antiphon.ops.operators.recurrence import paged_average, ssru_sublayer
 from antiphon.ops.operators.rows import embed
 from antiphon.ops.operators.sample import sample
 from antiphon.ops.operators.sublayers import (
@@ -32,6 +32,7 @@ from antiphon.ops.operators.sublayers import (
 )
 from antiphon.transformer.heads import Head
 from antiphon.transformer.layers import (
+    AverageAttention,
     CrossAttention,
     DecoderLayer,
     EncoderLayer,
@@ -303,12 +304,22 @@ class PagedDecoder(_PackedStack):
         x, stream = self.embed(input_ids, rows.positions)
         norms = iter(self.norms_after)
         for index, layer in enumerate(self.blocks):
-            first = self.recurrence if isinstance(layer.self_attention, SimpleRecurrence) else self.self_attention
-            x, stream = first(x, stream, next(norms), layer.self_attention, rows, index)
+            x, stream = self.read_before(x, stream, next(norms), layer.self_attention, rows, index)
             if layer.cross_attention is not None:
                 x, stream = self.cross_attention(x, stream, next(norms), layer.cross_attention, rows, index)
             x, stream = self.feed_forward(x, stream, next(norms), layer.feed_forward)
         return x
+
+    def read_before(
+        self, x: Tensor, stream: Tensor, norm: nn.Module, part: nn.Module, rows: PagedRows, layer: int
+    ) -> tuple[Tensor, Tensor]:
+        """Run the sublayer that reads the tokens before; returns x and stream after it."""
+        if isinstance(part, SimpleRecurrence):
+            return self.recurrence(x, stream, norm, part, rows, layer)
+        if isinstance(part, AverageAttention):
+            return self.average_attention(x, stream, norm, part, rows, layer)
+        assert isinstance(part, SelfAttention)
+        return self.self_attention(x, stream, norm, part, rows, layer)
 
     def self_attention(
         self, x: Tensor, stream: Tensor, norm: nn.Module, attention: SelfAttention, rows: PagedRows, layer: int
@@ -351,6 +362,18 @@ class PagedDecoder(_PackedStack):
             **self.norm_attributes(norm),
         )
         return self.after((normed, total))
+
+    def average_attention(
+        self, x: Tensor, stream: Tensor, norm: nn.Module, part: AverageAttention, rows: PagedRows, layer: int
+    ) -> tuple[Tensor, Tensor]:
+        """Continue each row's average in the cache, made of separate operators; returns x and stream after it."""
+        update, rows.cache = paged_average(x, rows.cache, rows.self_tables, rows.offsets, rows.positions, layer=layer)
+        if isinstance(part.feed_forward, FeedForward):
+            kind = self.config.resolved_average
+            update = linear(linear(update, part.feed_forward.inner, kind.activation), part.feed_forward.outer)
+        if part.input_gate is not None and part.average_gate is not None:
+            update = linear(x, part.input_gate).sigmoid() * x + linear(update, part.average_gate).sigmoid() * update
+        return self.after(self.add_norm(update, stream, norm))
 
     def cross_attention(
         self, x: Tensor, stream: Tensor, norm: nn.Module, attention: CrossAttention, rows: PagedRows, layer: int

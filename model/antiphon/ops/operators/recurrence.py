@@ -84,15 +84,24 @@ def ssru_sublayer(
     kind: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Multiply, run over the tokens of each row with the states in a copy of the cache, add and normalise."""
-    candidates, gates = linear(x, gates_weight, gates_bias, activation="none").chunk(2, dim=1)
-    forget = torch.sigmoid(gates)
+    gates = linear(x, gates_weight, gates_bias, activation="none")
+    out, present = ssru(gates, cache, block_tables, offsets, positions, layer=layer)
+    normed, total = add_norm(out, residual, norm_weight, norm_bias, epsilon=epsilon, kind=kind)
+    return normed, total, present
+
+
+def ssru(
+    gates: Tensor, cache: Tensor, block_tables: Tensor, offsets: Tensor, positions: Tensor, *, layer: int
+) -> tuple[Tensor, Tensor]:
+    """Return relu of the states [N, M] and the changed cache for gates [N, 2 M]: W x, then F x + b."""
+    candidates, logits = gates.chunk(2, dim=1)
+    forget = torch.sigmoid(logits)
 
     def after(state: Tensor, token: int, _: int) -> Tensor:
         return forget[token] * state + (1 - forget[token]) * candidates[token]
 
-    states, present = _run(after, x.shape, cache, block_tables, offsets, positions, layer)
-    normed, total = add_norm(states.relu(), residual, norm_weight, norm_bias, epsilon=epsilon, kind=kind)
-    return normed, total, present
+    states, present = _run(after, candidates.shape, cache, block_tables, offsets, positions, layer)
+    return states.relu(), present
 
 
 @register(PAGED_AVERAGE)
