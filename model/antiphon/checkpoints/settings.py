@@ -35,7 +35,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file; empty if the file does not exist. Raises SourceError naming the file."""
     try:
         content = json.loads(path.read_bytes())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):  # the second: the checkpoint is a file
         return {}
     except (OSError, ValueError) as error:
         raise SourceError(f"{path} cannot be read: {error}") from None

@@ -331,7 +331,7 @@ def _read(path: Path) -> dict[str, Any]:
     """Return the object of a JSON file; empty if the file does not exist. Raises TokenizerError naming the file."""
     try:
         content = json.loads(path.read_bytes())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):  # the second: the checkpoint is a file
         return {}
     except (OSError, ValueError) as error:
         raise TokenizerError(f"{path} cannot be read: {error}") from None

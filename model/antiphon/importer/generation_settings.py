@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from antiphon.architecture.config import ModelConfig
 from antiphon.bundle.manifest import GenerationDefaults
+from antiphon.checkpoints.gguf_files import SPECIAL_IDS, is_gguf, read_settings
 from antiphon.checkpoints.settings import in_one_line, read_json
 from antiphon.controls.rules import RULES
 from antiphon.controls.table import SAMPLING_CONTROLS, EarlyStopping, SamplingFields, TextFields
@@ -55,11 +56,16 @@ _REASONS = {
 def resolved_generation(folder: Path) -> Any:
     """Return the GenerationConfig that transformers gives to the model of a checkpoint.
 
-    It is read from generation_config.json alone, or from config.json if that file does not exist.
+    It is read from generation_config.json alone, or from config.json if that file does not exist. A GGUF file has only
+    the ids of special tokens.
     Raises SourceError naming the file.
     """
     from transformers import GenerationConfig
 
+    if is_gguf(folder):
+        stated = read_settings(folder)
+        make: Any = GenerationConfig
+        return make(**{name: stated[name] for name in SPECIAL_IDS if name in stated})
     own: dict[str, Any] = {}
     if not read_json(folder / _FILE):
         own = {"config_file_name": "config.json", "_from_model_config": True}

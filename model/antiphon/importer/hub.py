@@ -10,6 +10,7 @@ from pathlib import Path
 
 from antiphon.bundle.manifest import Provenance
 from antiphon.checkpoints.adapter import Adapter
+from antiphon.checkpoints.gguf_files import gguf_in, is_gguf, read_metadata
 from antiphon.errors import SourceError
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -24,14 +25,17 @@ _WEIGHTS = {
 
 
 def find_checkpoint(source: str, revision: str | None) -> Path:
-    """Return the directory of a checkpoint; an existing directory takes precedence over a hub name.
+    """Return the directory of a checkpoint, or its GGUF file; an existing path takes precedence over a hub name.
 
     revision: branch, tag or commit on the hub; None: the default branch. Raises SourceError naming the source.
     """
-    if Path(source).is_dir():
-        return Path(source)
-    if Path(source).exists():
-        raise SourceError(f"{source} is a file; give its directory, or the name of a checkpoint on the hub")
+    path = Path(source)
+    if path.is_dir():
+        return path if (path / "config.json").exists() else gguf_in(path) or path
+    if is_gguf(path):
+        return path
+    if path.exists():
+        raise SourceError(f"{source} is a file, but not in the GGUF format; give its directory, or a name on the hub")
     if not _NAME.fullmatch(source):
         raise SourceError(f"{source} is neither a directory nor a valid name on the hub, such as org/name")
     return _download(source, revision)
@@ -94,7 +98,7 @@ def provenance_of(source: str, revision: str | None, folder: Path, adapter: Adap
 
     The licences are those that the README.md of the checkpoint and that of the adapter state.
     """
-    name = Path(source).resolve().name if Path(source).is_dir() else source
+    name = Path(source).resolve().name if Path(source).exists() else source
     described = f"{name} at revision {revision}" if revision else name
     licence = _stated_licence(folder) or "unknown"
     meaning = "weights unchanged in meaning"
@@ -111,7 +115,9 @@ def provenance_of(source: str, revision: str | None, folder: Path, adapter: Adap
 
 
 def _stated_licence(folder: Path) -> str | None:
-    """Return `license:` of the front matter of a README.md; None without one."""
+    """Return `license:` of the front matter of a README.md, or of a GGUF file's metadata; None without one."""
+    if is_gguf(folder):
+        return read_metadata(folder, "general.license").get("general.license")
     try:
         readme = (folder / "README.md").read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -23,6 +23,7 @@ from antiphon.bundle.manifest import Bundle, CacheType, GenerationDefaults, Lowe
 from antiphon.checkpoints.adapter import CONFIG_NAME, Adapter, open_adapter
 from antiphon.checkpoints.checkpoint import Checkpoint
 from antiphon.checkpoints.families.family import Family, family_in
+from antiphon.checkpoints.gguf_files import is_gguf
 from antiphon.checkpoints.sentence_transformers import load_dense, lower_first, with_declared_parts
 from antiphon.checkpoints.settings import Settings, describe, read_json, with_class_defaults
 from antiphon.checkpoints.source_weights import SourceWeights
@@ -261,7 +262,7 @@ def _inspect(options: ImportOptions) -> _Source:
         stated = resolved_generation(folder).to_dict()
         generation = {name: value for name, value in stated.items() if value is not None}
         settings = with_start_and_end(settings, generation, notes)
-    adapter = None if options.adapter is None else _adapter(options, family)
+    adapter = None if options.adapter is None else _adapter(options, family, folder)
     if adapter is not None:
         settings = _with_trained_head(settings, adapter)
     with _open_weights(folder, family, adapter) as weights:
@@ -284,11 +285,13 @@ def _inspect(options: ImportOptions) -> _Source:
     )
 
 
-def _adapter(options: ImportOptions, family: Family) -> Adapter:
+def _adapter(options: ImportOptions, family: Family, folder: Path) -> Adapter:
     """Return the adapter of the options; one trained on a checkpoint of another name is reported on standard error."""
     assert options.adapter is not None
     if not family.reference:
         raise SourceError(f"--adapter needs a checkpoint of transformers; {options.source} is one of {family.name}")
+    if is_gguf(folder):
+        raise SourceError(f"--adapter needs the checkpoint that it was trained on; {options.source} is a GGUF file")
     adapter = open_adapter(options.adapter)
     trained_on = adapter.config.base_model_name_or_path
     if trained_on and Path(trained_on).name != Path(options.source).resolve().name:

@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from antiphon.architecture.config import ModelConfig
 from antiphon.architecture.heads import FIRST_TOKEN_TASKS, Task
 from antiphon.checkpoints.adapter import PREFIX, Adapter
-from antiphon.checkpoints.settings import in_one_line
+from antiphon.checkpoints.gguf_files import alone, is_gguf, read_settings
+from antiphon.checkpoints.settings import in_one_line, with_class_defaults
 from antiphon.errors import VerificationError
 from antiphon.export.verify import TOLERANCES
 from antiphon.transformer.transformer import Transformer
@@ -158,14 +159,18 @@ def load_original(folder: Path, reference: str, config: ModelConfig, adapter: Ad
     # An adapter's head can have other labels than the checkpoint's.
     labels = [len(head.labels) for head in config.heads if head.task in ("classify", "tag")]
     head = dict(num_labels=labels[0], ignore_mismatched_sizes=True) if adapter and labels else {}
-    original = getattr(transformers, reference).from_pretrained(
-        folder,
-        dtype=torch.float32,
-        trust_remote_code=False,
-        local_files_only=True,
-        attn_implementation="eager",
-        **head,
+    options = dict(
+        dtype=torch.float32, trust_remote_code=False, local_files_only=True, attn_implementation="eager", **head
     )
+    load = getattr(transformers, reference).from_pretrained
+    if is_gguf(folder):
+        # transformers reads the tensors. It ignores metadata such as scaled rotations, so the settings are ours.
+        settings = with_class_defaults(read_settings(folder))
+        config_class = transformers.CONFIG_MAPPING[str(settings["model_type"])]
+        with alone(folder) as directory:
+            original = load(directory, gguf_file=folder.name, config=config_class.from_dict(dict(settings)), **options)
+    else:
+        original = load(folder, **options)
     if adapter is not None:
         _insert_adapter(original, adapter)
     return original.eval()

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from antiphon.checkpoints.gguf_files import alone, is_gguf, read_metadata
 from antiphon.checkpoints.settings import in_one_line, read_json
 from antiphon.errors import TokenizerError, VerificationError
 from antiphon.importer.original import quiet_transformers
@@ -22,6 +23,20 @@ from antiphon.text.tokenizer import Tokenizer
 
 OLDER_FILES = ("vocab.txt", "vocab.json", "*.model", "*.spm")
 _FILE = "tokenizer.json"
+# Kinds of tokenizers of GGUF files, and what transformers leaves out of a pre-tokenizer: "whole words": a word of the
+# vocabulary is taken without merges, and the begin token is added unless the file denies it; "digits": one by one.
+_GGUF_KINDS = ("gpt2", "llama")
+_PREFIX = "add_space_prefix"
+_GGUF_SPLITS = {
+    "gpt-2": "",
+    "qwen2": "",
+    "deepseek-r1-qwen": "",
+    "llama3": "whole words",
+    "llama-v3": "whole words",
+    "llama-bpe": "whole words",
+    "tekken": "whole words",
+    "smollm": "digits",
+}
 # Texts of users, on which tokenizers of different settings differ.
 TEXTS = (
     "The Cat sat on THE mat.",
@@ -51,6 +66,8 @@ def open_original_tokenizer(folder: Path) -> Any:
     """
     from transformers import AutoTokenizer
 
+    if is_gguf(folder):
+        return _open_gguf_tokenizer(folder)
     has_files = any(path.match(pattern) for path in folder.iterdir() for pattern in (_FILE, *OLDER_FILES))
     if not has_files and "ByT5" not in str(read_json(folder / "tokenizer_config.json").get("tokenizer_class")):
         # transformers would create an empty tokenizer without an error.
@@ -64,6 +81,49 @@ def open_original_tokenizer(folder: Path) -> Any:
             return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **calm)
     except Exception as error:  # errors of the libraries below transformers share no base class
         raise TokenizerError(f"{folder}: transformers cannot open the tokenizer: {in_one_line(error)}") from None
+
+
+def _open_gguf_tokenizer(path: Path) -> Any:
+    """Return the tokenizer that transformers builds from a GGUF file's metadata, with what it leaves out.
+
+    llama.cpp takes some settings from the name of the pre-tokenizer, tokenizer.ggml.pre, which decides how a text is
+    split before merges. Raises TokenizerError naming a pre-tokenizer whose settings are not known here.
+    """
+    from transformers import AutoTokenizer
+
+    keys = ("general.architecture", *(f"tokenizer.ggml.{key}" for key in ("model", "pre", "add_bos_token", _PREFIX)))
+    stated = read_metadata(path, *keys)
+    of_architecture = "gpt-2" if stated["general.architecture"] == "gpt2" else None  # files older than the key
+    kind, pre = stated.get("tokenizer.ggml.model"), stated.get("tokenizer.ggml.pre", of_architecture)
+    if kind not in _GGUF_KINDS:
+        raise TokenizerError(f"{path}: tokenizer.ggml.model is {kind!r}; supported are {', '.join(_GGUF_KINDS)}")
+    if kind == "gpt2" and pre not in _GGUF_SPLITS:
+        raise TokenizerError(f"{path}: tokenizer.ggml.pre is {pre!r}; supported are {', '.join(_GGUF_SPLITS)}")
+    if kind == "llama" and not stated.get(f"tokenizer.ggml.{_PREFIX}", True):
+        raise TokenizerError(f"{path}: tokenizer.ggml.{_PREFIX} is False; only True is supported")
+    try:
+        with warnings.catch_warnings(), quiet_transformers(), alone(path) as folder:
+            warnings.simplefilter("ignore")
+            original = AutoTokenizer.from_pretrained(
+                folder, gguf_file=path.name, local_files_only=True, trust_remote_code=False
+            )
+    except Exception as error:  # errors of the libraries below transformers share no base class
+        raise TokenizerError(f"{path}: transformers cannot open the tokenizer: {in_one_line(error)}") from None
+    if kind == "gpt2":
+        _complete_split(original, str(pre), has_begin=stated.get("tokenizer.ggml.add_bos_token"))
+    return original
+
+
+def _complete_split(original: Any, pre: str, *, has_begin: bool | None) -> None:
+    """Add what llama.cpp's llama_vocab knows of a pre-tokenizer and transformers' reader of GGUF files does not."""
+    from tokenizers import pre_tokenizers
+
+    if _GGUF_SPLITS[pre] == "whole words":
+        original.backend_tokenizer.model.ignore_merges = True
+        original.add_bos_token = has_begin is not False and original.bos_token is not None
+    elif _GGUF_SPLITS[pre] == "digits":
+        steps = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        original.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
 
 
 def write_tokenizer(original: Any, to: Path, num_rows: int, notes: list[str]) -> None:

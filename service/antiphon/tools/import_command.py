@@ -125,7 +125,9 @@ async def _serving(directory: Path, precision: Precision) -> AsyncIterator[Async
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument(
-        "source", metavar="DIRECTORY_OR_HUB_NAME", help="a checkpoint; an existing directory takes precedence"
+        "source",
+        metavar="DIRECTORY_OR_HUB_NAME",
+        help="a checkpoint, which can be a GGUF file; an existing path takes precedence",
     )
     parser.add_argument("bundle", type=Path, metavar="BUNDLE", help="directory to write, for `antiphon serve`")
     parser.add_argument(

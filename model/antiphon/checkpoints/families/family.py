@@ -9,13 +9,13 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Protocol
 
 from antiphon.architecture.config import ModelConfig
-from antiphon.checkpoints import families
+from antiphon.checkpoints import families, gguf_files
 from antiphon.checkpoints.settings import Settings, read_json
 from antiphon.checkpoints.source_weights import SourceWeights, open_weights
 from antiphon.checkpoints.text_formats import tokenizers_format
@@ -100,7 +100,13 @@ def _entries() -> list[pkgutil.ModuleInfo]:
 
 
 def family_in(folder: Path) -> Family:
-    """Return the family of the checkpoint in a directory. Raises SourceError if it is unknown."""
+    """Return the family of the checkpoint in a directory, or of a GGUF file.
+
+    Raises SourceError if it is unknown.
+    """
+    if gguf_files.is_gguf(folder):
+        family = family_of(gguf_files.read_settings(folder))
+        return replace(family, read_settings=gguf_files.read_settings, open_weights=gguf_files.open_weights)
     for family in all_families():
         if family.recognises(folder):
             return family
