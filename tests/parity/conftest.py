@@ -30,6 +30,8 @@ VARIANTS: dict[str, dict[str, object]] = {
     ),
     "marian": dict(activation="silu", sinusoids="halves", output_bias=True),
     "learned_gated": dict(positions="learned", gated=True, tie_output=False),
+    "ssru": dict(decoder_self="ssru", sinusoids="fairseq", output_bias=True),
+    "average": dict(decoder_self="average", norm_placement="pre", positions="learned", activation="silu"),
 }  # fmt: skip
 
 
@@ -61,7 +63,7 @@ def bundle() -> Bundle:
     return shared_export("paper")
 
 
-@pytest.fixture(scope="session", params=marked(VARIANTS, "combinations", but=["t5"]))
+@pytest.fixture(scope="session", params=marked(VARIANTS, "combinations", but=["t5", "ssru"]))
 def variant(request: pytest.FixtureRequest) -> Bundle:
     """Export each variant; a variant also covers the other options of its family."""
     return shared_export(request.param, VARIANTS[request.param])

@@ -74,8 +74,8 @@ def test_operator_equals_eager_alone_and_together(name: str, seed: int) -> None:
     summed = max((weight.shape[-1] for weight in weights), default=1)
     tolerance = 2e-5
     if "present" in expected and operator in (SSRU_SUBLAYER, PAGED_AVERAGE):
-        states = [np.ascontiguousarray(pool).view(np.float32) for pool in (changed, expected["present"].numpy())]
-        np.testing.assert_allclose(*states, rtol=2e-5, atol=2e-5)
+        found_states, states = (pool.view(np.float32) for pool in (changed, expected["present"].numpy()))
+        np.testing.assert_allclose(found_states, states, rtol=2e-5, atol=2e-5)
     elif "present" in expected:
         # Products are added in another order, and then round to another number of the cache's type.
         bound = 0 if not operator.weights else 2e-3 if changed.dtype == np.float16 else 2e-5

@@ -33,7 +33,10 @@ from tests.parity.conftest import VARIANTS
 from tests.parity.exports import small_config
 
 PAIRS = [("the small word", "a word here"), ("number 3 is here again", "again"), ("small", "the number is small")]
-PRUNABLE = {"paper": {}, **{name: given for name, given in VARIANTS.items() if name != "alibi"}}
+PRUNABLE = {
+    "paper": {},
+    **{name: given for name, given in VARIANTS.items() if name not in ("alibi", "ssru", "average")},
+}
 UNEVEN = {name: given for name, given in PRUNABLE.items() if name != "t5"}
 
 
@@ -326,6 +329,12 @@ def test_prune_command_refuses_an_existing_output(
     assert pruning.run(parse(checkpoint.text_folder, tmp_path, "--heads", 2)) == 2
     assert "exists; give a new directory" in capsys.readouterr().err
     assert (tmp_path / "mine.txt").exists()
+
+
+@pytest.mark.parametrize("choice", [HeadsPerModule(2), Share(0.3)], ids=["each", "share"])
+def test_prune_refuses_a_decoder_without_heads(choice: Choice) -> None:
+    with pytest.raises(PruneError, match="decoder_self='ssru' cannot be pruned: it has no heads"):
+        choice.check(small_config(**VARIANTS["ssru"]))
 
 
 @pytest.mark.parametrize("choice", [HeadsPerModule(2), Share(0.3)], ids=["each", "share"])

@@ -138,7 +138,7 @@ class ModelConfig(BaseModel):
     norm_placement: NormPlacement = "post"
     decoder_self: DecoderSelf = Field(
         default="attention",
-        description="How a target token reads those before it; ssru: Kim et al. 2019, section 3.2; average: see average.",
+        description="How a target token reads those before it; ssru: Kim et al. 2019, section 3.2; average: see below.",
     )
     average: AverageConfig | None = Field(
         default=None, description="Parts after the average, with decoder_self='average'; None: as in the paper."

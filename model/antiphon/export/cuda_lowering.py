@@ -53,6 +53,8 @@ def check_config(config: ModelConfig, precision: Precision) -> None:
     """Raise LoweringError, which names the field, for a model that the kernels cannot compute."""
     if config.disentangled is not None:
         raise LoweringError("lowering='cuda' has no kernel for disentangled attention")
+    if config.decoder_self != "attention":
+        raise LoweringError(f"lowering='cuda' has no kernel for decoder_self={config.decoder_self!r}")
     if config.module_heads is not None:
         raise LoweringError("lowering='cuda' has no kernel for module_heads: a layer has all heads of the cache")
     is_limited = precision == "float32" and config.encoder_layers > 0

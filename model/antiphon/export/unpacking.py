@@ -30,7 +30,7 @@ from antiphon.ops.operator import DOMAIN, Operator
 from antiphon.ops.operators import OPERATORS
 from antiphon.ops.operators.rows import ADD_NORM, EMBED
 from antiphon.text.tokenizer import open_tokenizer
-from antiphon.transformer.layers import DecoderLayer, EncoderLayer
+from antiphon.transformer.layers import DecoderLayer, EncoderLayer, FeedForward, SelfAttention, SimpleRecurrence
 from antiphon.transformer.transformer import Stack, Transformer
 
 P = TypeVar("P")
@@ -231,7 +231,16 @@ def _norms(stack: Stack, layers: Sequence[EncoderLayer | DecoderLayer]) -> Itera
 
 def _products(layer: EncoderLayer | DecoderLayer) -> Iterator[nn.Linear]:
     """Yield the products of a layer in the order of execution."""
-    yield from (layer.self_attention.qkv, layer.self_attention.out)
+    first = layer.self_attention
+    if isinstance(first, SelfAttention):
+        yield from (first.qkv, first.out)
+    elif isinstance(first, SimpleRecurrence):
+        yield first.input
+    else:
+        if isinstance(first.feed_forward, FeedForward):
+            yield from (first.feed_forward.inner, first.feed_forward.outer)
+        if first.input_gate is not None and first.average_gate is not None:
+            yield from (first.input_gate, first.average_gate)
     if isinstance(layer, DecoderLayer) and layer.cross_attention is not None:
         yield from (layer.cross_attention.query, layer.cross_attention.out)
     yield from (layer.feed_forward.inner, layer.feed_forward.outer)

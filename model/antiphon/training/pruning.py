@@ -118,6 +118,8 @@ def _check_kind(config: ModelConfig) -> None:
     """Raise PruneError for models that cannot be pruned at all."""
     if config.architecture != "encoder-decoder":
         raise PruneError(f"architecture={config.architecture!r} cannot be pruned; only encoder-decoder models can")
+    if config.decoder_self != "attention":
+        raise PruneError(f"decoder_self={config.decoder_self!r} cannot be pruned: it has no heads")
     if config.positions == "alibi":
         raise PruneError(
             "positions='alibi' cannot be pruned: the slopes of the kept heads would change with the number of heads"

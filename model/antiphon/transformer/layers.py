@@ -220,7 +220,8 @@ class AverageAttention(nn.Module):
         update: Tensor = self.feed_forward(average)
         if self.input_gate is None or self.average_gate is None:
             return update
-        return self.input_gate(hidden).sigmoid() * hidden + self.average_gate(update).sigmoid() * update
+        gates: tuple[Tensor, Tensor] = self.input_gate(hidden).sigmoid(), self.average_gate(update).sigmoid()
+        return gates[0] * hidden + gates[1] * update
 
 
 class CrossAttention(nn.Module):
@@ -311,9 +312,10 @@ class DecoderLayer(nn.Module):
         self.self_attention: SelfAttention | SimpleRecurrence | AverageAttention
         if config.decoder_self == "attention":
             self.self_attention = SelfAttention(config, heads.decoder_self[layer], causal=True, backend=backend)
+        elif config.decoder_self == "ssru":
+            self.self_attention = SimpleRecurrence(config)
         else:
-            kinds = {"ssru": SimpleRecurrence, "average": AverageAttention}
-            self.self_attention = kinds[config.decoder_self](config)
+            self.self_attention = AverageAttention(config)
         self.feed_forward = FeedForward(config)
         self.self_residual = Residual(config)
         self.feed_forward_residual = Residual(config)

@@ -45,7 +45,12 @@ def _cache(model: inference_pb2.Model) -> dict[str, int] | None:
     if not model.HasField("cache"):
         return None
     cache = model.cache
-    return {"block_tokens": cache.block_tokens, "block_bytes": cache.block_bytes, "num_blocks": cache.num_blocks}
+    return {
+        "block_tokens": cache.block_tokens,
+        "target_block_tokens": cache.target_block_tokens or cache.block_tokens,  # older servers send no field for it
+        "block_bytes": cache.block_bytes,
+        "num_blocks": cache.num_blocks,
+    }
 
 
 def _word(enum: Any, number: int, prefix: str) -> str:

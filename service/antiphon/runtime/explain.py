@@ -54,13 +54,16 @@ class Explainer:
     def num_weights(self, source_len: int, target_len: int) -> int:
         """Return the number of attention weights for tokens that encoder and decoder read; 0 for a missing part."""
         model = self._bundle.manifest.model
-        per_head = model.encoder_layers * source_len**2 + model.decoder_layers * target_len * (target_len + source_len)
+        num_keys = source_len + (target_len if model.decoder_self == "attention" else 0)
+        per_head = model.encoder_layers * source_len**2 + model.decoder_layers * target_len * num_keys
         return model.num_heads * per_head
 
     def longest_target(self, source_len: int) -> int:
         """Return the largest number of decoder tokens whose weights, with a source's, are at most MAX_WEIGHTS."""
         model = self._bundle.manifest.model
         room = (MAX_WEIGHTS // model.num_heads - model.encoder_layers * source_len**2) // model.decoder_layers
+        if model.decoder_self != "attention":
+            return max(0, room // source_len)
         # The positive root of T^2 + source_len * T = room.
         return (math.isqrt(source_len**2 + 4 * room) - source_len) // 2 if room > 0 else 0
 

@@ -136,7 +136,7 @@ async def test_unload_ends_requests_that_run_longer_than_its_grace(host: Host) -
 async def test_description_of_a_model_has_the_size_of_its_cache(host: Host) -> None:
     (served,) = host.control.models
     cache = served.description.cache
-    assert cache.block_tokens == BLOCK_SIZE
+    assert cache.block_tokens == cache.target_block_tokens == BLOCK_SIZE
     assert cache.num_blocks == served.engine.num_blocks
     assert cache.num_blocks * cache.block_bytes == host.shared.budget.reserved["first"].cache_bytes
 

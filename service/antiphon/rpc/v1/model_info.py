@@ -121,6 +121,7 @@ def describe(
     if runner.facts.has_decoder:
         model.default_options.CopyFrom(default_options(manifest.generation))
         model.cache.block_tokens = runner.facts.block_size
+        model.cache.target_block_tokens = runner.facts.target_block_size
         model.cache.block_bytes = runner.facts.block_size * runner.facts.cache_bytes_per_token
         model.cache.num_blocks = runner.facts.num_blocks
     if manifest.provenance is not None:

@@ -106,7 +106,9 @@ def _fill(spec: Any, checkpoint: Checkpoint) -> None:
 
 
 def _fill_layer(spec: Any, layer: EncoderLayer | DecoderLayer) -> None:
-    _fill_self_attention(spec.self_attention, layer.self_attention)
+    attention = layer.self_attention
+    assert isinstance(attention, SelfAttention), "CTranslate2 has no recurrent decoders"
+    _fill_self_attention(spec.self_attention, attention)
     _fill_norm(spec.self_attention.layer_norm, layer.self_residual.norm)
     if isinstance(layer, DecoderLayer) and layer.cross_attention and layer.cross_residual:
         _fill_cross_attention(spec.attention, layer.cross_attention)

@@ -47,7 +47,7 @@ class StaticBatch:
         self._limit = max_new_tokens
         self._source_lens = np.array([len(source) for source in sources], np.int32)
         self._cross = [list(islice(free, blocks_for(len(source), size))) for source in sources]
-        self._self = [list(islice(free, blocks_for(max_new_tokens, size))) for _ in sources]
+        self._self = [list(islice(free, blocks_for(max_new_tokens, runner.facts.target_block_size))) for _ in sources]
 
     def encode(self) -> None:
         """Encode all sources."""
@@ -62,7 +62,7 @@ class StaticBatch:
             positions=np.full(rows, position, np.int32),
             offsets=offsets,
             self_tables=_table(
-                self._self, blocks_for(self._runner.facts.max_target_len, self._runner.facts.block_size)
+                self._self, blocks_for(self._runner.facts.max_target_len, self._runner.facts.target_block_size)
             ),
             cross_tables=_table(
                 self._cross, blocks_for(self._runner.facts.max_source_len, self._runner.facts.block_size)

@@ -222,7 +222,7 @@ function pool() {
     ><h2>Cache blocks</h2>
     <dl class="figures"
       >${Object.entries(USES).map(([use, label]) => figure(label, counts[use] ?? '–'))}
-      ${figure('Block', `${model.cache.block_tokens} tokens, ${bytes(model.cache.block_bytes)}`)}
+      ${figure('Block', `${tokensOfBlock(model.cache)}, ${bytes(model.cache.block_bytes)}`)}
       ${figure('Requests', caches === null ? '–' : caches.reduce((sum, one) => sum + one.holders.length, 0))}</dl
     >
     ${(caches ?? [null]).map(
@@ -231,6 +231,11 @@ function pool() {
     )}
     <p class="hint">${reason ?? 'A colour is a request; a darker square is a block of its source.'}</p>
   </section>`;
+}
+
+function tokensOfBlock(cache) {
+  const source = `${cache.block_tokens} tokens`;
+  return cache.target_block_tokens === cache.block_tokens ? source : `${source} or the state of one target`;
 }
 
 function poolLabel(cache, counts) {
