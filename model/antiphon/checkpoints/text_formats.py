@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -175,7 +175,7 @@ def _format(
     Raises TokenizerError naming the file for an unknown default language or template token.
     """
     special = set(fields["special_ids"])
-    codes = {} if languages is None else _languages(ids, special)
+    codes = {} if languages is None else language_codes(ids, special)
     facts = languages or Languages()
     mask = settings.token("mask_token")
     source = (facts.source or settings.token("src_lang")) if codes else None
@@ -196,8 +196,8 @@ def _format(
     )
 
 
-def _languages(ids: Mapping[str, int], special: set[int]) -> dict[str, int]:
-    """Return the id of each language token by its language code."""
+def language_codes(ids: Mapping[str, int], special: Collection[int] = ()) -> dict[str, int]:
+    """Return the id of each language token by its language code; those of Marian need not be special."""
     matches = ((_LANGUAGE_TOKEN.fullmatch(token), index) for token, index in ids.items())
     named = [(match, index) for match, index in matches if match is not None]
     codes = {

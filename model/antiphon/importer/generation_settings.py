@@ -44,6 +44,7 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "stop_strings": ([],),
     "top_h": (),
     "watermarking_config": (),
+    "word_penalty": (0.0,),  # of Marian
 }
 # Settings that are compared as the checkpoint has them.
 _COMPARED = ("early_stopping", "length_penalty", "repetition_penalty", "no_repeat_ngram_size")

@@ -38,7 +38,14 @@ from antiphon.importer.generation_settings import (
     with_start_and_end,
 )
 from antiphon.importer.hub import find_checkpoint, provenance_of
-from antiphon.importer.original import OriginalAnswer, Prompt, compare_with_original, random_batches, run_original
+from antiphon.importer.original import (
+    OriginalAnswer,
+    Prompt,
+    compare_with_original,
+    random_batches,
+    run_formulas,
+    run_original,
+)
 from antiphon.importer.original_tokenizer import TEXTS, compare_texts, open_original_tokenizer, write_tokenizer
 from antiphon.text.format import TextFormat
 from antiphon.text.tokenizer import Tokenizer, encode_sources, open_tokenizer
@@ -104,6 +111,16 @@ class _Source:
     notes: list[str] = field(default_factory=list)
 
     @property
+    def has_original(self) -> bool:
+        """Return whether there is an original to compare with: in transformers, or the family's formulas."""
+        return bool(self.family.reference) or self.family.original is not None
+
+    @property
+    def compared_with(self) -> str:
+        """Name of the program that the checkpoint is compared with."""
+        return "transformers" if self.family.original is None else "the original's formulas"
+
+    @property
     def num_rows(self) -> int:
         """Rows of the larger embedding; a token with a larger id cannot be read or written."""
         return max(self.config.vocab_size, self.config.resolved_source_vocab_size)
@@ -141,7 +158,7 @@ def import_checkpoint(options: ImportOptions, check: CheckAnswers | None = None)
 
 def _print_notes(source: _Source) -> None:
     if source.notes:
-        print(f"note: differences from {source.folder} in transformers:", file=sys.stderr)
+        print(f"note: differences from {source.folder} in {source.compared_with}:", file=sys.stderr)
         for note in source.notes:
             print(f"  - {note}", file=sys.stderr)
 
@@ -161,14 +178,14 @@ def _convert(source: _Source, options: ImportOptions, text_folder: Path) -> tupl
 
     text_folder gets links to its tokenizer files, or new files.
     """
-    compares = options.verify and bool(source.family.reference)
+    compares = options.verify and source.has_original
     original = _original_tokenizer(source) if source.family.reference else None
     text = _text(source, original, text_folder)
     for file in text.files:
         if (source.folder / file).is_file() and not (text_folder / file).exists():
             (text_folder / file).symlink_to((source.folder / file).resolve())
     tokenizer = open_tokenizer(text_folder, text)
-    if compares and original is not None:
+    if options.verify and original is not None:
         compare_texts(original, tokenizer, text, source.num_rows, source.notes)
     generation = generation_defaults(source.generation, source.config, text, source.notes)
     model, answers = _compared(source, original, tokenizer, text, generation) if compares else (load_model(source), [])
@@ -378,22 +395,29 @@ def _compared(
     original: its tokenizer; None: texts are not compared. The original's memory is freed before our model is loaded.
     """
     batches = random_batches(source.config)
-    reference = _reference(source)
-    has_answers = source.config.architecture != "encoder"
-    with tqdm(total=2, desc="compare with transformers", unit="model", disable=None) as progress:
-        expected = run_original(
-            source.folder,
-            reference,
-            source.config,
-            batches,
-            source.adapter,
-            prompts=_prompts(source, tokenizer, text) if has_answers else (),
-            generation=comparable_generation(source.generation, source.config, text, generation),
-            sampling=sampling_settings(source.generation, generation),
-        )
-        read: list[PipelineAnswer] = []
-        if source.config.architecture == "encoder" and original is not None:
-            read = run_pipeline(original, source.folder, reference, source.config, source.adapter)
+    is_encoder = source.config.architecture == "encoder"
+    prompts = () if is_encoder else _prompts(source, tokenizer, text)
+    stated = comparable_generation(source.generation, source.config, text, generation)
+    read: list[PipelineAnswer] = []
+    with tqdm(total=2, desc="compare with the original", unit="model", disable=None) as progress:
+        if source.family.original is not None:
+            formulas = source.family.original(source.folder)
+            expected = run_formulas(formulas, source.config, batches, prompts, stated)
+            del formulas
+        else:
+            reference = _reference(source)
+            expected = run_original(
+                source.folder,
+                reference,
+                source.config,
+                batches,
+                source.adapter,
+                prompts=prompts,
+                generation=stated,
+                sampling=sampling_settings(source.generation, generation),
+            )
+            if is_encoder and original is not None:
+                read = run_pipeline(original, source.folder, reference, source.config, source.adapter)
         progress.update()
         model = load_model(source)
         errors = compare_with_original(model, batches, expected.outputs)
@@ -401,7 +425,10 @@ def _compared(
         progress.update()
     shown = ", ".join(f"{name} {error:.1e}" for name, error in errors.items())
     tokens = sum(int(batch.lens.sum()) for batch in batches)
-    print(f"{source.family.name}: as in transformers over {tokens} random tokens; largest relative error: {shown}")
+    print(
+        f"{source.family.name}: as in {source.compared_with} over {tokens} random tokens; "
+        f"largest relative error: {shown}"
+    )
     return model, expected.answers
 
 

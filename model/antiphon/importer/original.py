@@ -1,5 +1,6 @@
-"""The original model in transformers: its outputs on random tokens and its answers, to compare an import with.
+"""The original model: its outputs on random tokens and its answers, to compare an import with.
 
+It is the model of transformers, or the formulas of another program (Original in checkpoints/families/family.py).
 The original runs in float32 on the CPU, without code from the checkpoint. It runs first and is freed, so that there are
 never two models in memory. An adapter is computed by peft beside the original's weights, not merged.
 """
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from antiphon.architecture.config import ModelConfig
 from antiphon.architecture.heads import FIRST_TOKEN_TASKS, Task
 from antiphon.checkpoints.adapter import PREFIX, Adapter
+from antiphon.checkpoints.families.family import Original
 from antiphon.checkpoints.gguf_files import alone, is_gguf, read_settings
 from antiphon.checkpoints.settings import in_one_line, with_class_defaults
 from antiphon.errors import VerificationError
@@ -99,6 +101,7 @@ class OriginalAnswer:
 
     ties: token sequences that `generate` could have returned as well, because their scores differ by less than float32
         sums in another order do; for a greedy answer their beginnings, up to the token with an equal score.
+    beam_width: with which it was generated; None: that of the checkpoint's settings.
     first_logprobs: log-probability of each token that a sampling checkpoint can choose first, the likeliest 20 of them;
         empty for a checkpoint that does not sample.
     """
@@ -106,6 +109,7 @@ class OriginalAnswer:
     prompt: Prompt
     ids: tuple[int, ...]
     ties: tuple[tuple[int, ...], ...] = ()
+    beam_width: int | None = None
     first_logprobs: Mapping[int, float] = field(default_factory=dict)
 
 
@@ -150,6 +154,44 @@ def run_original(
     del original
     gc.collect()
     return OriginalRun(outputs=outputs, answers=answers)
+
+
+@torch.no_grad()
+def run_formulas(
+    original: Original,
+    config: ModelConfig,
+    batches: list[Batch],
+    prompts: Sequence[Prompt],
+    generation: Mapping[str, Any],
+) -> OriginalRun:
+    """Run an encoder-decoder that transformers cannot run on batches, a row at a time, and answer prompts greedily.
+
+    generation: settings of `generate`, of which the number of tokens and the suppressed ones are used.
+    """
+    outputs = []
+    for batch in batches:
+        lens, sources, targets = batch.lens.tolist(), batch.source.tolist(), batch.target.tolist()
+        states = [original.encode(source[:length]) for source, length in zip(sources, lens, strict=True)]
+        logits = [original.logits(memory, target) for memory, target in zip(states, targets, strict=True)]
+        outputs.append({"encoder states": torch.cat(states), "logits": torch.stack(logits)})
+    return OriginalRun(
+        outputs=outputs, answers=[_greedy_answer(original, config, prompt, generation) for prompt in prompts]
+    )
+
+
+def _greedy_answer(
+    original: Original, config: ModelConfig, prompt: Prompt, generation: Mapping[str, Any]
+) -> OriginalAnswer:
+    memory, ids, scores = original.encode(prompt.ids), [config.bos_id], []
+    while len(scores) < generation["max_new_tokens"]:
+        row = original.logits(memory, ids)[-1:]
+        row[:, [*(generation["suppress_tokens"] or ())]] = -math.inf
+        scores.append(row)
+        ids.append(int(row.argmax()))
+        if ids[-1] == config.eos_id:
+            break
+    answer = tuple(itertools.takewhile(lambda token_id: token_id != config.eos_id, ids[1:]))
+    return OriginalAnswer(prompt=prompt, ids=answer, ties=tuple(_ties(answer, scores)), beam_width=1)
 
 
 def load_original(folder: Path, reference: str, config: ModelConfig, adapter: Adapter | None) -> Any:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Protocol
+
+from torch import Tensor
 
 from antiphon.architecture.config import ModelConfig
 from antiphon.checkpoints import families, gguf_files
@@ -48,6 +50,16 @@ class OpenWeights(Protocol):
         """Return the tensors; with on_meta=True only their names and shapes. Raises SourceError."""
 
 
+class Original(Protocol):
+    """Encoder-decoder with the formulas of the program that its files belong to, independent of our Transformer."""
+
+    def encode(self, source: Sequence[int], /) -> Tensor:
+        """Return the encoder's states [S, M] of source tokens."""
+
+    def logits(self, memory: Tensor, target: Sequence[int], /) -> Tensor:
+        """Return logits [T, V] after each target token, the begin token first; memory [S, M]."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
     """Functions and names of one family.
@@ -71,6 +83,7 @@ class Family:
     recognises: returns whether a directory has this format; checked before config.json is read.
     read_settings, open_weights: replace the reading of config.json and of the weight files.
     write_text: writes the files of `text` that the checkpoint has only in another form.
+    original: returns the model with the formulas of its own program, to compare with where transformers cannot run it.
     """
 
     name: str
@@ -85,6 +98,7 @@ class Family:
     read_settings: Callable[[Path], Settings] = read_config
     open_weights: OpenWeights = open_weights
     write_text: Callable[[Path, Settings, Path], None] = lambda folder, settings, to: None
+    original: Callable[[Path], Original] | None = None
 
 
 @cache
