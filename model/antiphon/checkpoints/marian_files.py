@@ -78,7 +78,7 @@ class MarianFile:
 
     def floats(self, name: str) -> Floats:
         """Return a tensor as float32. Raises SourceError if it is missing or damaged."""
-        return self._find(name).read().astype(np.float32, copy=False)
+        return np.array(self._find(name).read(), np.float32)
 
     def _find(self, name: str) -> _Tensor:
         try:
@@ -99,7 +99,9 @@ class MarianFile:
 
 def open_file(path: Path) -> IO[bytes]:
     """Open a file for reading, through gzip if its name ends with .gz. Raises OSError."""
-    return gzip.open(path) if path.suffix == ".gz" else path.open("rb")
+    if path.suffix == ".gz":
+        return gzip.GzipFile(path)  # type: ignore[return-value]
+    return path.open("rb")
 
 
 def read_file(path: Path) -> bytes:
@@ -203,7 +205,7 @@ class _Bin:
         (factor,) = np.frombuffer(self._bytes, "<f4", 1, offset + count)
         if not (np.isfinite(factor) and factor > 0):
             raise SourceError(f"{self.path}: the multiplier of {name} is {factor}; it must be above 0")
-        values = np.frombuffer(self._bytes, "<i1", count, offset).astype(np.float32) / factor
+        values: Floats = np.frombuffer(self._bytes, "<i1", count, offset).astype(np.float32) / factor
         if name in _EMBEDDINGS:
             return values.reshape(shape)
         return np.ascontiguousarray(values.reshape(shape[::-1]).T)

@@ -256,10 +256,10 @@ def _refuse_other_segmenters(folder: Path, tokens: Sequence[Tokens]) -> None:
         )
 
 
-def _is_named(path: Path, sides: Sequence[str]) -> bool:
+def _is_named(path: Path, sides: tuple[str, ...]) -> bool:
     """Return whether the name of a file, or a part of it, begins or ends with one of these names."""
     parts = re.split(r"[._-]", path.name)
-    return any(part.startswith(sides) or part.endswith(tuple(sides)) for part in parts)
+    return any(part.startswith(sides) or part.endswith(sides) for part in parts)
 
 
 def _read_pieces(path: Path) -> Any:

@@ -9,7 +9,7 @@ Axes: S source, T target, M model width, H heads, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,10 +19,10 @@ from torch.nn import functional
 from antiphon.checkpoints.marian_files import MarianFile
 
 _EPS = 1e-9
-_ACTIVATIONS = {
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": torch.relu,
     "swish": lambda x: x * torch.sigmoid(x),
-    "gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "gelu": lambda x: x * (1 + torch.erf(x / math.sqrt(2))) / 2,
 }
 
 
@@ -39,8 +39,8 @@ class MarianOriginal:
         x = self._embed("encoder", source)
         for layer in range(1, self._file.options["enc-depth"] + 1):
             name = f"encoder_l{layer}"
-            x = self._sublayer(x, f"{name}_self_Wo", lambda y, name=name: self._attend(f"{name}_self", y, y))  # type: ignore[misc]
-            x = self._sublayer(x, f"{name}_ffn_ffn", lambda y, name=name: self._feed_forward(f"{name}_ffn", y))  # type: ignore[misc]
+            x = self._sublayer(x, f"{name}_self_Wo", lambda y, name=name: self._attend(f"{name}_self", y, y))
+            x = self._sublayer(x, f"{name}_ffn_ffn", lambda y, name=name: self._feed_forward(f"{name}_ffn", y))
         return self._top("encoder", x)
 
     def logits(self, memory: Tensor, target: Sequence[int]) -> Tensor:
@@ -56,9 +56,9 @@ class MarianOriginal:
             x = self._sublayer(
                 x,
                 f"{name}_context_Wo",
-                lambda y, name=name: self._attend(f"{name}_context", y, memory),  # type: ignore[misc]
+                lambda y, name=name: self._attend(f"{name}_context", y, memory),
             )
-            x = self._sublayer(x, f"{name}_ffn_ffn", lambda y, name=name: self._feed_forward(f"{name}_ffn", y))  # type: ignore[misc]
+            x = self._sublayer(x, f"{name}_ffn_ffn", lambda y, name=name: self._feed_forward(f"{name}_ffn", y))
         x = self._top("decoder", x)
         output = next((n for n in ("decoder_ff_logit_out_Wt", "decoder_Wemb", "Wemb") if n in self._file), "")
         untransposed = "decoder_ff_logit_out_W" in self._file
@@ -100,7 +100,7 @@ class MarianOriginal:
 
     def _attend(self, name: str, x: Tensor, memory: Tensor, mask: Tensor | None = None) -> Tensor:
         query, key, value = (
-            self._affine(name, part, states).unflatten(-1, (self._heads, -1)).transpose(0, 1)
+            self._affine(name, part, states).reshape(len(states), self._heads, -1).transpose(0, 1)
             for part, states in (("q", x), ("k", memory), ("v", memory))
         )  # [H, T, D]
         scores = query @ key.mT / math.sqrt(query.shape[-1])

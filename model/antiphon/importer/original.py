@@ -182,7 +182,8 @@ def run_formulas(
 def _greedy_answer(
     original: Original, config: ModelConfig, prompt: Prompt, generation: Mapping[str, Any]
 ) -> OriginalAnswer:
-    memory, ids, scores = original.encode(prompt.ids), [config.bos_id], []
+    memory, ids = original.encode(prompt.ids), [config.bos_id]
+    scores: list[Tensor] = []
     while len(scores) < generation["max_new_tokens"]:
         row = original.logits(memory, ids)[-1:]
         row[:, [*(generation["suppress_tokens"] or ())]] = -math.inf

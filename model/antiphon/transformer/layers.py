@@ -351,3 +351,9 @@ class DecoderLayer(nn.Module):
             hidden = residual.after(hidden, self.cross_attention(residual.before(hidden), cross_kv, source_lens))
         residual = self.feed_forward_residual
         return residual.after(hidden, self.feed_forward(residual.before(hidden)))
+
+
+def self_attention_of(layer: EncoderLayer | DecoderLayer) -> SelfAttention:
+    """Return the self-attention of a layer, for models without a recurrence in its place."""
+    assert isinstance(layer.self_attention, SelfAttention)
+    return layer.self_attention

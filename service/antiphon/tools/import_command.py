@@ -62,8 +62,7 @@ async def _compare_answers(directory: Path, precision: Precision, expected: Sequ
     )
     async with _serving(directory, precision) as client:
         for answer in expected:
-            width = {} if answer.beam_width is None else {"beam_width": answer.beam_width}
-            served = await client.generate_text(answer.prompt.text, replace(options, **width))
+            served = await client.generate_text(answer.prompt.text, replace(options, beam_width=answer.beam_width))
             _compare_answer(answer, served)
             if answer.first_logprobs:
                 _compare_first(

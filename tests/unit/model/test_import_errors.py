@@ -149,7 +149,7 @@ def test_bundle_is_refused_when_it_gives_other_answers_than_the_original(
     checkpoint: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importer, "comparable_generation", without_beams)
-    assert re.search(r"answers '.*' with the tokens .*, and `generate` of", refused(checkpoint))
+    assert re.search(r"answers '.*' with the tokens .*, and the original with", refused(checkpoint))
 
 
 def without_beams(*settings: Any) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from antiphon.checkpoints.families.family import Family
 from antiphon.checkpoints.settings import Settings, describe
 from antiphon.checkpoints.source_weights import SourceWeights
 from antiphon.errors import SourceError
-from antiphon.transformer.layers import DecoderLayer, EncoderLayer
+from antiphon.transformer.layers import DecoderLayer, EncoderLayer, self_attention_of
 from antiphon.transformer.transformer import Stack, Transformer
 
 _HEADS = {"TransformerBase": 8, "TransformerBig": 16, "TransformerSpec": 8}  # for revisions without num_heads
@@ -383,8 +383,8 @@ def _load_stack(stack: Stack, weights: SourceWeights, name: str, config: ModelCo
 
 def _load_layer(layer: EncoderLayer | DecoderLayer, weights: SourceWeights, name: str) -> None:
     theirs = f"{name}/self_attention"
-    _fill_linear(layer.self_attention.qkv, weights, f"{theirs}/linear_0")
-    _fill_linear(layer.self_attention.out, weights, f"{theirs}/linear_1")
+    _fill_linear(self_attention_of(layer).qkv, weights, f"{theirs}/linear_0")
+    _fill_linear(self_attention_of(layer).out, weights, f"{theirs}/linear_1")
     _fill_norm(layer.self_residual.norm, weights, f"{theirs}/layer_norm")
     if isinstance(layer, DecoderLayer) and layer.cross_attention is not None and layer.cross_residual is not None:
         cross, theirs = layer.cross_attention, f"{name}/attention"

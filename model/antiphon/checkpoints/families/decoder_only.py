@@ -28,7 +28,7 @@ from antiphon.checkpoints.settings import (
 )
 from antiphon.checkpoints.source_weights import SourceWeights
 from antiphon.errors import SourceError
-from antiphon.transformer.layers import DecoderLayer
+from antiphon.transformer.layers import DecoderLayer, self_attention_of
 from antiphon.transformer.transformer import Transformer
 
 _GPT2_EMBEDDING, _LLAMA_EMBEDDING, _OUTPUT = "wte.weight", "embed_tokens.weight", "lm_head.weight"
@@ -93,8 +93,8 @@ def _load_gpt2(model: Transformer, weights: SourceWeights, _: Settings) -> None:
 
 def _load_gpt2_layer(layer: DecoderLayer, weights: SourceWeights, name: str) -> None:
     weights.fill_module(layer.self_residual.norm, f"{name}.ln_1")
-    _fill_transposed(layer.self_attention.qkv, weights, f"{name}.attn.c_attn")
-    _fill_transposed(layer.self_attention.out, weights, f"{name}.attn.c_proj")
+    _fill_transposed(self_attention_of(layer).qkv, weights, f"{name}.attn.c_attn")
+    _fill_transposed(self_attention_of(layer).out, weights, f"{name}.attn.c_proj")
     weights.fill_module(layer.feed_forward_residual.norm, f"{name}.ln_2")
     _fill_transposed(layer.feed_forward.inner, weights, f"{name}.mlp.c_fc")
     _fill_transposed(layer.feed_forward.outer, weights, f"{name}.mlp.c_proj")
@@ -220,7 +220,7 @@ def _load_llama(model: Transformer, weights: SourceWeights, settings: Settings) 
 
 
 def _load_llama_layer(layer: DecoderLayer, weights: SourceWeights, name: str, key_heads: int) -> None:
-    attention, feed_forward = layer.self_attention, layer.feed_forward
+    attention, feed_forward = self_attention_of(layer), layer.feed_forward
     weights.fill_module(layer.self_residual.norm, f"{name}.input_layernorm")
     for part, ours in _parts(attention.qkv):
         query, *repeated = ours.chunk(3)

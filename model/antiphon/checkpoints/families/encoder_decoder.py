@@ -27,7 +27,7 @@ from antiphon.checkpoints.settings import (
 from antiphon.checkpoints.source_weights import SourceWeights
 from antiphon.checkpoints.text_formats import Languages, sentencepiece_format, tokenizers_format
 from antiphon.text.format import TextFormat
-from antiphon.transformer.layers import DecoderLayer, EncoderLayer
+from antiphon.transformer.layers import DecoderLayer, EncoderLayer, self_attention_of
 from antiphon.transformer.transformer import Stack, Transformer
 
 SHARED = "shared.weight"
@@ -131,7 +131,7 @@ def _load_stack(stack: Stack, weights: SourceWeights, name: str, config: ModelCo
 
 
 def _load_layer(layer: EncoderLayer | DecoderLayer, weights: SourceWeights, name: str) -> None:
-    attention, theirs = layer.self_attention, f"{name}.self_attn"
+    attention, theirs = self_attention_of(layer), f"{name}.self_attn"
     weights.fill_module(attention.qkv, *(f"{theirs}.{part}_proj" for part in "qkv"))
     weights.fill_module(attention.out, f"{theirs}.out_proj")
     weights.fill_module(layer.self_residual.norm, f"{name}.self_attn_layer_norm")

@@ -41,7 +41,7 @@ _SOURCE_LEN, _TARGET_LEN = 1024, 512
 _NORM_EPS = 1e-9
 # Logit of the begin token, which Marian has as a zero vector only: too small to be sampled or to change a softmax.
 _BEGIN_LOGIT = -64.0
-_ACTIVATIONS: dict[str, Activation] = {"swish": "silu", "relu": "relu", "gelu": "gelu_sigmoid"}
+_ACTIVATIONS: dict[str, Activation] = {"swish": "silu", "relu": "relu", "gelu": "gelu"}
 # Options with only some supported values; the first is Marian's default, for files of versions without the option.
 _ONLY: dict[str, tuple[object, ...]] = {
     "type": ("transformer",),
@@ -176,7 +176,8 @@ def _average(option: _Options) -> AverageConfig:
 def _placement(option: _Options, decoder: str) -> str:
     names = [f"transformer-{name}" for name in ("preprocess", "postprocess", "postprocess-top")]
     values = [str(option.any(name, default)) for name, default in zip(names, ("", "dan", ""), strict=True)]
-    placement = _PLACEMENTS.get(tuple(value.replace("d", "") for value in values))  # type: ignore[call-overload]
+    before, after, top = (value.replace("d", "") for value in values)
+    placement = _PLACEMENTS.get((before, after, top))
     given = ", ".join(f"{name} is {value!r}" for name, value in zip(names, values, strict=True))
     if placement is None:
         raise SourceError(
@@ -184,7 +185,7 @@ def _placement(option: _Options, decoder: str) -> str:
         )
     if placement == "pre" and decoder == "average":
         raise SourceError(f"{option.path}: {given}; supported with average-attention are '', 'an', ''")
-    return str(placement)
+    return placement
 
 
 def open_weights(folder: Path, *, on_meta: bool = False) -> SourceWeights:

@@ -17,7 +17,7 @@ from antiphon.checkpoints.settings import Settings, activation, describe, is_tie
 from antiphon.checkpoints.source_weights import SourceWeights
 from antiphon.checkpoints.text_formats import bytes_format, tokenizers_format
 from antiphon.text.format import TextFormat
-from antiphon.transformer.layers import DecoderLayer, EncoderLayer
+from antiphon.transformer.layers import DecoderLayer, EncoderLayer, self_attention_of
 from antiphon.transformer.transformer import Stack, Transformer
 
 _UNKNOWN_ID = 2
@@ -121,7 +121,7 @@ def _load_stack(stack: Stack, weights: SourceWeights, name: str) -> None:
 
 
 def _load_layer(layer: EncoderLayer | DecoderLayer, weights: SourceWeights, name: str) -> None:
-    attention = layer.self_attention
+    attention = self_attention_of(layer)
     theirs = f"{name}.0.SelfAttention"
     weights.fill_module(attention.qkv, *(f"{theirs}.{part}" for part in "qkv"))
     weights.fill_module(attention.out, f"{theirs}.o")
