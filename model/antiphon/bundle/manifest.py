@@ -4,6 +4,7 @@ Imports no torch. Layout of a bundle:
 
     manifest.json     the `Manifest` below as JSON, with a checksum of the file itself
     tokenizer.json    `tokenizers` format, or the files that text/format.py names instead
+    shortlist*.bin    likely target tokens of source tokens, see text/shortlist.py; optional
     weights.*.bin     external data shared by the graphs of one precision
     *.onnx            encoder and decoder graphs of each precision and lowering
     explain.*.onnx    attention weights of all heads at one precision; optional

@@ -39,6 +39,7 @@ class TextFormat(BaseModel):
     target_language_place: position of the target's language token: "first" after the begin token, or "begin" instead
         of the begin token.
     mask_id: id of the mask token.
+    shortlist: file of the target tokens that each source token can become (shortlist.py).
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -59,6 +60,7 @@ class TextFormat(BaseModel):
     default_target_language: str | None = None
     target_language_place: Literal["first", "begin"] | None = None
     mask_id: int | None = None
+    shortlist: str | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -82,6 +84,11 @@ class TextFormat(BaseModel):
     @property
     def files(self) -> tuple[str, ...]:
         """Names of all files of this format, without duplicates."""
+        return self.tokenizer_files if self.shortlist is None else (*self.tokenizer_files, self.shortlist)
+
+    @property
+    def tokenizer_files(self) -> tuple[str, ...]:
+        """Names of the files that the tokenizer reads, without duplicates."""
         named = (self.source, self.target, self.source_vocabulary, self.target_vocabulary)
         return tuple(dict.fromkeys(name for name in named if name is not None))
 

@@ -90,6 +90,9 @@ def footprint_of(bundle: Bundle, graphs: GraphSet, limits: EngineLimits, num_wor
         *_request_terms(limits),
     ]
     terms = [_weights(need), *(_of_all(term, num_workers) for term in own)]
+    if (shortlist := bundle.manifest.text.shortlist) is not None:
+        shortlist_bytes = bundle.manifest.files[shortlist].size
+        terms.insert(1, Term(name="shortlist", formula="its file, mapped once", num_bytes=shortlist_bytes))
     if num_workers > 1:
         terms.insert(1, Term(name="supervisor", formula="starts the workers: measured", num_bytes=SUPERVISOR_BYTES))
     spare_bytes = math.ceil(HEADROOM * sum(term.num_bytes for term in terms))
@@ -111,7 +114,7 @@ def _of_all(term: Term, num_workers: int) -> Term:
 
 def _model_terms(bundle: Bundle, need: Need) -> Sequence[Term]:
     weights, manifest = need.memory.weight_bytes, bundle.manifest
-    text_bytes = sum(manifest.files[name].size for name in manifest.text.files)
+    text_bytes = sum(manifest.files[name].size for name in manifest.text.tokenizer_files)
     terms = [
         Term(
             name="packed weights",
