@@ -286,7 +286,7 @@ class Inputs:
     def attribute(self, name: str) -> Any:
         choices: dict[str, list[Any]] = {
             "num_heads": [self.sizes.heads], "scale": [0.3], "epsilon": [1e-5], "gated": [self.sizes.gated],
-            "causal": [False, True], "kind": ["layer", "rms"], "activation": [*ACTIVATIONS],
+            "causal": [False, True], "cap": [0.0, 0.7], "kind": ["layer", "rms"], "activation": [*ACTIVATIONS],
             "layer": list(range(NUM_LAYERS)),
         }  # fmt: skip
         return pick(self.rng, choices[name])

@@ -26,6 +26,11 @@ _T5_LIKE: dict[str, Any] = dict(
     vocab_size=VOCAB_SIZE, d_model=40, d_kv=12, d_ff=56, num_layers=2, num_decoder_layers=1, num_heads=3,
     relative_attention_num_buckets=8, relative_attention_max_distance=20, decoder_start_token_id=0,
 )  # fmt: skip
+_GEMMA_LIKE: dict[str, Any] = dict(
+    vocab_size=VOCAB_SIZE, hidden_size=40, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    head_dim=12, intermediate_size=56, query_pre_attn_scalar=10, attn_logit_softcapping=1.5, sliding_window=40,
+    pad_token_id=0, eos_token_id=1, bos_token_id=2, initializer_range=0.3,
+)  # fmt: skip
 _LANGUAGES = ("en_XX", "de_DE")
 _NLLB_LANGUAGES = ("eng_Latn", "deu_Latn")
 
@@ -91,6 +96,13 @@ CHECKPOINTS = {
         model="T5", settings=_T5_LIKE | dict(vocab_size=391, feed_forward_proj="gated-gelu"),
         tokenizer_class="ByT5Tokenizer",
     ),
+    "t5gemma": Made(
+        seed=7, model="T5Gemma",
+        settings=dict(
+            encoder=_GEMMA_LIKE | dict(num_hidden_layers=3), decoder=_GEMMA_LIKE | dict(final_logit_softcapping=4.0),
+            vocab_size=VOCAB_SIZE, initializer_range=0.3, tie_word_embeddings=False,
+        ),
+    ),
     "mt5": Made(seed=3, model="MT5", settings=_T5_LIKE, untie=True, generation=dict(early_stopping="never")),
 }  # fmt: skip
 
@@ -111,7 +123,7 @@ def original(made: Made) -> Any:
                 model.final_logits_bias.normal_()
             if made.untie:
                 model.lm_head.weight = nn.Parameter(torch.randn_like(model.lm_head.weight))
-            model.lm_head.weight[model.config.eos_token_id].mul_(1.3)
+            model.get_output_embeddings().weight[model.config.eos_token_id].mul_(1.3)
     return model
 
 

@@ -58,7 +58,7 @@ def import_to(folder: Path, target: Path, *options: str) -> Bundle:
 # These differ from others only in their tokenizers. Tests below import them from other kinds of files.
 RELATIVES = {"mbart50", "nllb", "byt5"}
 # One checkpoint of each class of transformers.
-FAMILIES = ("marian", "t5", "bart", "mbart", "pegasus", "m2m100")
+FAMILIES = ("marian", "t5", "bart", "mbart", "pegasus", "m2m100", "t5gemma")
 
 
 @pytest.fixture(
@@ -131,7 +131,8 @@ def generated(theirs: Any, source: Ids) -> list[int]:
 
 def test_greedy_ids_equal_those_of_transformers(imported: Imported, monkeypatch: pytest.MonkeyPatch) -> None:
     stated = imported.theirs.generation_config.to_dict()
-    kept = {name: stated[name] for name in ("eos_token_id", "pad_token_id", "decoder_start_token_id")}
+    names = ("eos_token_id", "pad_token_id", "decoder_start_token_id", "bos_token_id")
+    kept = {name: stated[name] for name in names}
     plain: Any = transformers.GenerationConfig
     monkeypatch.setattr(imported.theirs, "generation_config", plain(max_length=12, **kept))
     expected = [generated(imported.theirs, source) for source in imported.sources]

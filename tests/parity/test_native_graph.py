@@ -35,6 +35,10 @@ ALL_VARIANTS: dict[str, dict[str, object]] = {
     "uneven_heads_rope": dict(
         module_heads=dict(encoder_self=[1, 3], decoder_self=[2, 1], decoder_cross=[3, 4]), positions="rope"
     ),
+    "capped": dict(
+        positions="rope", norm="rmsnorm", norm_placement="pre", post_norms=True, attention_cap=0.5, output_cap=1.0,
+        activation="gelu_tanh", gated=True, bias=False, attention_scale=0.4,
+    ),
     "alibi_six_heads": dict(positions="alibi", num_heads=6, head_dim=8, bias=False, norm_placement="pre"),
 }  # fmt: skip
 SOURCE_LENS = (1, 16, 33, 7)

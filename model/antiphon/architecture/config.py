@@ -136,6 +136,7 @@ class ModelConfig(BaseModel):
     d_ff: int = Field(ge=1, le=131072)
     norm: Norm = "layernorm"
     norm_placement: NormPlacement = "post"
+    post_norms: bool = Field(default=False, description="A norm also after each sublayer, before the sum (Gemma 2).")
     decoder_self: DecoderSelf = Field(
         default="attention",
         description="How a target token reads those before it; ssru: Kim et al. 2019, section 3.2; average: see below.",
@@ -169,6 +170,8 @@ class ModelConfig(BaseModel):
     )
     share_layers: bool = Field(default=False, description="All layers of a stack share one set of weights (ALBERT).")
     attention_scale: float | None = Field(default=None, gt=0)
+    attention_cap: float | None = Field(default=None, gt=0, description="Limit of scores, cap * tanh(score / cap).")
+    output_cap: float | None = Field(default=None, gt=0, description="Limit of logits, cap * tanh(logit / cap).")
     bias: bool = Field(default=True, description="Biases in the linear layers of attention and feed-forward.")
     dropout: float = Field(default=0.1, ge=0, lt=1, description="On embeddings and sublayer outputs, section 5.4.")
     activation_dropout: bool = Field(default=False, description="Dropout also inside the feed-forward.")
@@ -242,6 +245,19 @@ class ModelConfig(BaseModel):
                     f"decoder_self={self.decoder_self!r} needs num_heads * head_dim of at least d_model / 8 = "
                     f"{self.d_model / 8:g}, not {self.attention_width}"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _check_gemma(self) -> Self:
+        if self.post_norms and (self.norm_placement != "pre" or self.norm == "none"):
+            raise ValueError(
+                f"post_norms=True does not fit norm={self.norm!r}, norm_placement={self.norm_placement!r}; it needs a "
+                "norm before each sublayer too"
+            )
+        if self.attention_cap is not None and self.disentangled is not None:
+            raise ValueError(f"attention_cap={self.attention_cap} does not fit disentangled attention")
+        if self.output_cap is not None and self.architecture == "encoder":
+            raise ValueError(f"output_cap={self.output_cap} does not fit architecture={self.architecture!r}")
         return self
 
     @model_validator(mode="after")

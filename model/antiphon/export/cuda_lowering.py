@@ -51,6 +51,9 @@ _INPUT_NAMES = {operator.node_name: [port.name for port in operator.inputs] for 
 
 def check_config(config: ModelConfig, precision: Precision) -> None:
     """Raise LoweringError, which names the field, for a model that the kernels cannot compute."""
+    for name in ("post_norms", "attention_cap", "output_cap"):
+        if value := getattr(config, name):
+            raise LoweringError(f"lowering='cuda' has no kernel for {name}={value}")
     if config.disentangled is not None:
         raise LoweringError("lowering='cuda' has no kernel for disentangled attention")
     if config.decoder_self != "attention":

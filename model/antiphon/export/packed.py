@@ -10,10 +10,11 @@ head reads, O its outputs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from antiphon.architecture.config import ModelConfig
@@ -62,10 +63,14 @@ class _PackedStack(nn.Module):
         super().__init__()
         self.config = config
         self.stack = stack
-        norms = [residual.norm for layer in layers for residual in layer.residuals]
+        residuals = [residual for layer in layers for residual in layer.residuals]
+        norms = [residual.norm for residual in residuals]
         self.pre = config.norm_placement == "pre"
         self.first_norm = norms[0] if self.pre else None
-        self.norms_after = [*norms[1:], stack.final_norm] if self.pre else norms
+        norms_after = [*norms[1:], stack.final_norm] if self.pre else norms
+        # Norm after each sum, and the norm of the sublayer's output before it, None without post_norms.
+        self.norms_after = [(norm, residual.post) for norm, residual in zip(norms_after, residuals, strict=True)]
+        self.cap = {"cap": config.attention_cap} if config.attention_cap else {}
         relative = stack.relative_bias
         table = relative.by_distance(min(config.relative_max_distance, max_len))
         slopes = relative.get_buffer("slopes") if config.positions == "alibi" else None
@@ -95,6 +100,24 @@ class _PackedStack(nn.Module):
         if self.first_norm is None:
             return embedded, embedded
         return self.add_norm(embedded, None, self.first_norm)[0], embedded
+
+    def run(
+        self,
+        sublayer: Callable[..., tuple[Tensor, Tensor]],
+        x: Tensor,
+        stream: Tensor,
+        norms: tuple[nn.Module, nn.Module | None],
+        *args: object,
+    ) -> tuple[Tensor, Tensor]:
+        """Run a sublayer with a pair of norms_after; returns x and stream after it.
+
+        With post_norms the operator adds nothing: its norm is that of the sublayer's output, and a second one adds.
+        """
+        norm, post = norms
+        if post is None:
+            return sublayer(x, stream, norm, *args)
+        update, _ = sublayer(x, torch.zeros_like(stream), post, *args)
+        return self.add_norm(update, stream, norm)
 
     def feed_forward(self, x: Tensor, stream: Tensor, norm: nn.Module, part: FeedForward) -> tuple[Tensor, Tensor]:
         """Run a feed-forward sublayer; returns x and stream after it."""
@@ -168,10 +191,11 @@ class PackedStates(_PackedStack):
         norms = iter(self.norms_after)
         for index, layer in enumerate(self.blocks):
             if self.relative:
-                x, stream = self.disentangled_attention(x, stream, next(norms), index, offsets)
+                x, stream = self.run(self.disentangled_attention, x, stream, next(norms), index, offsets)
             else:
-                x, stream = self.attention(x, stream, next(norms), layer.self_attention, positions, offsets)
-            x, stream = self.feed_forward(x, stream, next(norms), layer.feed_forward)
+                attention = layer.self_attention
+                x, stream = self.run(self.attention, x, stream, next(norms), attention, positions, offsets)
+            x, stream = self.run(self.feed_forward, x, stream, next(norms), layer.feed_forward)
         return x
 
     def attention(
@@ -193,6 +217,7 @@ class PackedStates(_PackedStack):
                 num_heads=attention.heads[0],
                 scale=attention.scale,
                 causal=False,
+                **self.cap,
                 **self.norm_attributes(norm),
             )
         )
@@ -296,7 +321,8 @@ class PagedDecoder(_PackedStack):
         rows = PagedRows(**dict(zip(PagedRows.__slots__, tensors, strict=False)))
         hidden = self.step(input_ids, rows)
         params = tensors[len(PagedRows.__slots__) :]
-        samples = sample(hidden, self.output.weight, rows.positions, *params, self.output.bias)
+        cap = {"cap": self.config.output_cap} if self.config.output_cap else {}
+        samples = sample(hidden, self.output.weight, rows.positions, *params, self.output.bias, **cap)
         return (*samples, rows.cache)
 
     def step(self, input_ids: Tensor, rows: PagedRows) -> Tensor:
@@ -304,10 +330,11 @@ class PagedDecoder(_PackedStack):
         x, stream = self.embed(input_ids, rows.positions)
         norms = iter(self.norms_after)
         for index, layer in enumerate(self.blocks):
-            x, stream = self.read_before(x, stream, next(norms), layer.self_attention, rows, index)
+            x, stream = self.run(self.read_before, x, stream, next(norms), layer.self_attention, rows, index)
             if layer.cross_attention is not None:
-                x, stream = self.cross_attention(x, stream, next(norms), layer.cross_attention, rows, index)
-            x, stream = self.feed_forward(x, stream, next(norms), layer.feed_forward)
+                cross = layer.cross_attention
+                x, stream = self.run(self.cross_attention, x, stream, next(norms), cross, rows, index)
+            x, stream = self.run(self.feed_forward, x, stream, next(norms), layer.feed_forward)
         return x
 
     def read_before(
@@ -341,6 +368,7 @@ class PagedDecoder(_PackedStack):
             num_heads=attention.heads[0],
             scale=attention.scale,
             layer=layer,
+            **self.cap,
             **self.norm_attributes(norm),
         )
         return self.after((normed, total))
@@ -393,6 +421,7 @@ class PagedDecoder(_PackedStack):
                 num_heads=attention.heads[0],
                 scale=attention.scale,
                 layer=layer,
+                **self.cap,
                 **self.norm_attributes(norm),
             )
         )

@@ -50,6 +50,8 @@ def unpack_checkpoint(bundle: Bundle, precision: Precision | None = None) -> Che
         raise CheckpointError(
             f"{bundle.path}: architecture={config.architecture!r} cannot be unpacked; 'encoder-decoder' can"
         )
+    if config.post_norms:
+        raise CheckpointError(f"{bundle.path}: post_norms=True cannot be unpacked; import its checkpoint again")
     model = Transformer(config).eval()
     assert model.encoder is not None
     assert model.decoder is not None

@@ -32,6 +32,11 @@ def visible_keys(queries: int, keys: int, key_lens: Tensor | None, *, causal: bo
     return mask
 
 
+def capped(scores: Tensor, cap: float) -> Tensor:
+    """Return cap * tanh(scores / cap), which is below cap (Gemma 2, Gemma Team 2024, section 2); scores if cap is 0."""
+    return torch.tanh(scores / cap) * cap if cap else scores
+
+
 def attention(
     query: Tensor,
     key: Tensor,
@@ -41,6 +46,7 @@ def attention(
     *,
     causal: bool,
     scale: float,
+    cap: float = 0.0,
 ) -> Tensor:
     """Return softmax(scale * Q K^T + bias) V over the visible keys (Vaswani et al. 2017, section 3.2.1).
 
@@ -48,19 +54,27 @@ def attention(
     key:      [B, S, H, D], value likewise
     key_lens: [B] int32 or None; keys beyond a row's length are padding
     bias:     [1 or B, 1 or H, T, S] or None, added before the softmax (T5, ALiBi)
+    cap:      limit of the scaled scores, see `capped`; 0: none
     Returns [B, T, H, D]; the result of a query that sees no key is undefined.
     """
-    weights = attention_weights(query, key, key_lens, bias, causal=causal, scale=scale)
+    weights = attention_weights(query, key, key_lens, bias, causal=causal, scale=scale, cap=cap)
     value = value.transpose(1, 2)
     return torch.matmul(weights.to(value.dtype), value).transpose(1, 2)
 
 
 def attention_weights(
-    query: Tensor, key: Tensor, key_lens: Tensor | None, bias: Tensor | None, *, causal: bool, scale: float
+    query: Tensor,
+    key: Tensor,
+    key_lens: Tensor | None,
+    bias: Tensor | None,
+    *,
+    causal: bool,
+    scale: float,
+    cap: float = 0.0,
 ) -> Tensor:
     """Return the weights [B, H, T, S] of `attention`, softmax(scale * Q K^T + bias); arguments as there."""
     query, key = query.transpose(1, 2), key.transpose(1, 2)  # [B, H, T or S, D]
-    scores = torch.matmul(query, key.transpose(2, 3)) * scale
+    scores = capped(torch.matmul(query, key.transpose(2, 3)) * scale, cap)
     if bias is not None:
         scores = scores + bias
     if causal or key_lens is not None:
@@ -78,8 +92,14 @@ def sdpa_attention(
     *,
     causal: bool,
     scale: float,
+    cap: float = 0.0,
 ) -> Tensor:
-    """Compute `attention` by PyTorch's own fused kernel, for training; same arguments and result."""
+    """Compute `attention` by PyTorch's own fused kernel, for training; same arguments and result.
+
+    The kernel has no limit of scores: with one, `attention` computes.
+    """
+    if cap:
+        return attention(query, key, value, key_lens, bias, causal=causal, scale=scale, cap=cap)
     mask: Tensor | None = bias
     plain_causal = causal and key_lens is None and bias is None
     if not plain_causal and (causal or key_lens is not None):
@@ -108,6 +128,7 @@ def cached_attention(
     bias: Tensor | None,
     *,
     scale: float,
+    cap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Append new keys and values to each row's cache, then attend over all cached tokens of the row.
 
@@ -124,7 +145,7 @@ def cached_attention(
     cache_key = cache_key.scatter(2, index, key.transpose(1, 2))
     cache_value = cache_value.scatter(2, index, value.transpose(1, 2))
     seen = positions <= slots[:, :, None]  # [B, T, C]
-    scores = torch.matmul(query.transpose(1, 2), cache_key.transpose(2, 3)) * scale
+    scores = capped(torch.matmul(query.transpose(1, 2), cache_key.transpose(2, 3)) * scale, cap)
     if bias is not None:
         scores = scores + bias
     weights = scores.masked_fill(~seen[:, None], float("-inf")).softmax(dim=-1)

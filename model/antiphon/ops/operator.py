@@ -54,11 +54,15 @@ class Input:
 
 @dataclass(frozen=True, slots=True)
 class Attribute:
-    """One constant of an operator, required. A bool is an int in ONNX."""
+    """One constant of an operator. A bool is an int in ONNX.
+
+    default: value of nodes without it; None: it is required.
+    """
 
     name: str
     type: type[int] | type[float] | type[bool] | type[str]
     meaning: str
+    default: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,10 +187,17 @@ def register(operator: Operator) -> Callable[[Callable[..., Any]], Callable[...,
 def torch_schema(operator: Operator) -> str:
     """Return the signature in PyTorch's schema language."""
     inputs = [f"Tensor{'?' if port.optional else ''} {port.name}" for port in operator.inputs]
-    attributes = [f"{attribute.type.__name__} {attribute.name}" for attribute in operator.attributes]
+    attributes = [
+        f"{attribute.type.__name__} {attribute.name}{_schema_default(attribute)}" for attribute in operator.attributes
+    ]
     parameters = [*inputs, "*", *attributes] if attributes else inputs
     outputs = ", ".join("Tensor" for _ in operator.outputs)
     return f"({', '.join(parameters)}) -> {outputs if len(operator.outputs) == 1 else f'({outputs})'}"
+
+
+def _schema_default(attribute: Attribute) -> str:
+    """Return the default as PyTorch prints it: 0. for 0.0."""
+    return "" if attribute.default is None else f"={attribute.default}".removesuffix("0")
 
 
 def torch_operator(operator: Operator) -> torch._ops.OpOverload:
@@ -199,7 +210,7 @@ def torch_operator(operator: Operator) -> torch._ops.OpOverload:
 
 
 def onnx_operator(operator: Operator) -> Op:
-    """Return the operator as onnxscript calls it; every attribute is required."""
+    """Return the operator as onnxscript calls it."""
     from onnx.defs import OpSchema
     from onnxscript.values import Op, Opset
 
@@ -216,7 +227,7 @@ def onnx_operator(operator: Operator) -> Op:
         outputs=[_parameter(port) for port in node.outputs],
         type_constraints=[(kind, types, "") for kind, types in _ONNX_TYPES.items() if kind in kinds],
         attributes=[
-            OpSchema.Attribute(attribute.name, attribute_types[attribute.type], "", required=True)
+            OpSchema.Attribute(attribute.name, attribute_types[attribute.type], "", required=attribute.default is None)
             for attribute in node.attributes
         ],
     )

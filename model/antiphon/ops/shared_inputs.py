@@ -45,6 +45,7 @@ ROTARY_TABLE = Input(
 NUM_HEADS = Attribute("num_heads", int, "H")
 SCALE = Attribute("scale", float, "factor of the scores before the bias")
 LAYER = Attribute("layer", int, "decoder layer whose part of the cache is used")
+CAP = Attribute("cap", float, "limit of the scores: cap tanh(score / cap), before the bias; 0: none", default=0.0)
 CAUSAL = Attribute("causal", bool, "each token sees itself and the tokens before it only")
 NORM = (
     Attribute("epsilon", float, "added to the variance or mean square"),

@@ -12,6 +12,7 @@ import torch
 from antiphon.bundle.manifest import MANIFEST_NAME, load_bundle
 from antiphon.checkpoints.checkpoint import Checkpoint, load_checkpoint
 from antiphon.errors import (
+    CheckpointError,
     ModelError,
     RecipeError,
 )
@@ -99,7 +100,10 @@ def open_init(path: Path, text_folder: Path) -> Checkpoint:
     if config.is_file() and b'"model_type"' in config.read_bytes():
         from antiphon.importer.importer import open_original
 
-        return open_original(str(path), text_folder)
+        checkpoint = open_original(str(path), text_folder)
+        if checkpoint.config.output_cap is not None:
+            raise CheckpointError(f"{path}: output_cap={checkpoint.config.output_cap} cannot be trained")
+        return checkpoint
     return load_checkpoint(path)
 
 

@@ -83,6 +83,7 @@ class SelfAttention(nn.Module):
         self.heads = (num_heads, config.resolved_head_dim)
         width = num_heads * config.resolved_head_dim
         self.scale = config.resolved_attention_scale
+        self.cap = config.attention_cap or 0.0
         self.causal = causal
         self.rope_theta = config.rope_theta if config.positions == "rope" else None
         self.rope_scaling = config.rope_scaling
@@ -118,10 +119,10 @@ class SelfAttention(nn.Module):
             position_keys, position_queries = self.relative(table, self.qkv)
             bias = position_scores(query, key, position_keys, position_queries, rows) * self.scale
         if cache is None:
-            attended = self.attend(query, key, value, lens, bias, causal=self.causal, scale=self.scale)
+            attended = self.attend(query, key, value, lens, bias, causal=self.causal, scale=self.scale, cap=self.cap)
         else:
             attended, cache.keys, cache.values = cached_attention(
-                query, key, value, cache.keys, cache.values, cache.lens, bias, scale=self.scale
+                query, key, value, cache.keys, cache.values, cache.lens, bias, scale=self.scale, cap=self.cap
             )
         return self.out(attended.flatten(-2))  # type: ignore[no-any-return]
 
@@ -232,6 +233,7 @@ class CrossAttention(nn.Module):
         self.heads = (num_heads, config.resolved_head_dim)
         width = num_heads * config.resolved_head_dim
         self.scale = config.resolved_attention_scale
+        self.cap = config.attention_cap or 0.0
         self.query = nn.Linear(config.d_model, width, bias=config.bias)
         self.kv = nn.Linear(config.d_model, 2 * width, bias=config.bias)
         self.out = nn.Linear(width, config.d_model, bias=config.bias)
@@ -249,20 +251,22 @@ class CrossAttention(nn.Module):
         """
         query = self.query(hidden).unflatten(-1, self.heads)
         key, value = (part.transpose(1, 2) for part in cross_kv)
-        attended = self.attend(query, key, value, source_lens, None, causal=False, scale=self.scale)
+        attended = self.attend(query, key, value, source_lens, None, causal=False, scale=self.scale, cap=self.cap)
         return self.out(attended.flatten(-2))  # type: ignore[no-any-return]
 
 
 class Residual(nn.Module):
     """Residual connection with dropout: x + f(norm(x)) (pre-norm) or norm(x + f(x)) (post-norm).
 
-    Post-norm: Vaswani et al. 2017, section 3.1. With residual=False the terms x are left out.
+    Post-norm: Vaswani et al. 2017, section 3.1. With post_norms x + post(f(norm(x))), as in Gemma 2. With
+    residual=False the terms x are left out.
     """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.norm = make_norm(config)
         self.pre = config.norm_placement == "pre"
+        self.post = make_norm(config) if config.post_norms else None
         self.adds = config.residual
         self.dropout = Dropout(config.dropout)
 
@@ -272,7 +276,7 @@ class Residual(nn.Module):
 
     def after(self, hidden: Tensor, update: Tensor) -> Tensor:
         """Return the sum of the residual and the sublayer's output, normalised for post-norm."""
-        dropped: Tensor = self.dropout(update)
+        dropped: Tensor = self.dropout(update if self.post is None else self.post(update))
         added = hidden + dropped if self.adds else dropped
         return added if self.pre else self.norm(added)
 

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from antiphon.architecture.config import ModelConfig
 from antiphon.architecture.heads import Task
-from antiphon.ops.attention import Backend
+from antiphon.ops.attention import Backend, capped
 from antiphon.ops.disentangled import RelativePositions
 from antiphon.transformer.dropout import Dropout
 from antiphon.transformer.heads import Head
@@ -235,7 +235,7 @@ class Transformer(nn.Module):
         """
         if self.decoder is None:
             raise ValueError(f"architecture={self.config.architecture!r} has no output projection; see read_out")
-        return self.output(hidden)  # type: ignore[no-any-return]
+        return capped(self.output(hidden), self.config.output_cap or 0.0)
 
     def forward(self, source_ids: Tensor, target_ids: Tensor, source_lens: Tensor | None = None) -> Tensor:
         """Return logits [B, T, V] of the next target token at each position; source_ids [B, S], target_ids [B, T]."""

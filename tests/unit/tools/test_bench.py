@@ -376,6 +376,12 @@ def test_scaled_rotary_positions_are_an_obstacle_to_ctranslate2() -> None:
     assert obstacle(scaled) == "rope_scaling cannot be converted to CTranslate2"
 
 
+@pytest.mark.parametrize(("field", "value"), [("post_norms", True), ("attention_cap", 50.0), ("output_cap", 30.0)])
+def test_parts_of_gemma_are_an_obstacle_to_ctranslate2(field: str, value: object) -> None:
+    config = preset("tiny", norm_placement="pre", **{field: value})
+    assert obstacle(config) == f"{field}={value} cannot be converted to CTranslate2"
+
+
 def test_command_refuses_an_empty_file_of_sentences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "empty.txt"
     path.write_text("\n", encoding="utf-8")

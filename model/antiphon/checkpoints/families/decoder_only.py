@@ -131,7 +131,7 @@ def _resolve_llama(settings: Settings, weights: SourceWeights) -> Settings:
 
 def _configure_llama(settings: Settings) -> ModelConfig:
     """Return the shape. If one projection has a bias, all have one here; missing biases are zeros."""
-    rotation = _rotation(settings)
+    rotation = rotation_of(settings)
     width, heads = setting(settings, "hidden_size", int), setting(settings, "num_attention_heads", int)
     eos_id = token_id(settings, "eos_token_id", default=2)
     return describe(
@@ -150,7 +150,7 @@ def _configure_llama(settings: Settings) -> ModelConfig:
         gated=True,
         positions="rope",
         rope_theta=rotation["rope_theta"],
-        rope_scaling=_scaling(settings, rotation),
+        rope_scaling=scaling_of(settings, rotation),
         scale_embeddings=False,
         tie_output=setting(settings, "tie_word_embeddings", bool, default=False),
         bias=setting(settings, "has_bias", bool, default=False),
@@ -163,7 +163,7 @@ def _configure_llama(settings: Settings) -> ModelConfig:
     )
 
 
-def _rotation(settings: Settings) -> Settings:
+def rotation_of(settings: Settings) -> Settings:
     """Return `rope_scaling` of older files, or `rope_parameters` of transformers 5, with rope_theta.
 
     If both exist, rope_scaling is used, as in transformers. Raises SourceError for another type or partial rotation.
@@ -177,7 +177,7 @@ def _rotation(settings: Settings) -> Settings:
     return {"rope_theta": setting(settings, "rope_theta", float, default=10000.0)} | rotation
 
 
-def _scaling(settings: Settings, rotation: Settings) -> dict[str, object] | None:
+def scaling_of(settings: Settings, rotation: Settings) -> dict[str, object] | None:
     """Return the existing fields of RopeScaling; the original training length can be in three places."""
     kind = rotation.get("rope_type", rotation.get("type", "default"))
     if kind == "default":
@@ -222,26 +222,27 @@ def _load_llama(model: Transformer, weights: SourceWeights, settings: Settings) 
 def _load_llama_layer(layer: DecoderLayer, weights: SourceWeights, name: str, key_heads: int) -> None:
     attention, feed_forward = self_attention_of(layer), layer.feed_forward
     weights.fill_module(layer.self_residual.norm, f"{name}.input_layernorm")
-    for part, ours in _parts(attention.qkv):
+    for part, ours in parts_of(attention.qkv):
         query, *repeated = ours.chunk(3)
-        _fill(query, weights, f"{name}.self_attn.q_proj.{part}")
+        fill_or_zero(query, weights, f"{name}.self_attn.q_proj.{part}")
         for letter, target in zip("kv", repeated, strict=True):
-            _fill_repeated(target, weights, f"{name}.self_attn.{letter}_proj.{part}", attention.heads, key_heads)
-    for part, ours in _parts(attention.out):
-        _fill(ours, weights, f"{name}.self_attn.o_proj.{part}")
+            fill_repeated(target, weights, f"{name}.self_attn.{letter}_proj.{part}", attention.heads, key_heads)
+    for part, ours in parts_of(attention.out):
+        fill_or_zero(ours, weights, f"{name}.self_attn.o_proj.{part}")
     weights.fill_module(layer.feed_forward_residual.norm, f"{name}.post_attention_layernorm")
-    for part, ours in _parts(feed_forward.inner):
+    for part, ours in parts_of(feed_forward.inner):
         for theirs, target in zip(("gate", "up"), ours.chunk(2), strict=True):
-            _fill(target, weights, f"{name}.mlp.{theirs}_proj.{part}")
-    for part, ours in _parts(feed_forward.outer):
-        _fill(ours, weights, f"{name}.mlp.down_proj.{part}")
+            fill_or_zero(target, weights, f"{name}.mlp.{theirs}_proj.{part}")
+    for part, ours in parts_of(feed_forward.outer):
+        fill_or_zero(ours, weights, f"{name}.mlp.down_proj.{part}")
 
 
-def _parts(layer: nn.Linear) -> list[tuple[str, Tensor]]:
+def parts_of(layer: nn.Linear) -> list[tuple[str, Tensor]]:
+    """Return the data of weight and bias with their names."""
     return [(name, parameter.data) for name, parameter in layer.named_parameters()]
 
 
-def _fill(ours: Tensor, weights: SourceWeights, name: str) -> None:
+def fill_or_zero(ours: Tensor, weights: SourceWeights, name: str) -> None:
     """Fill a weight or a bias; a bias that the checkpoint does not have becomes zero."""
     if name.endswith(".bias") and name not in weights:
         ours.zero_()
@@ -249,11 +250,11 @@ def _fill(ours: Tensor, weights: SourceWeights, name: str) -> None:
         weights.fill(ours, name)
 
 
-def _fill_repeated(ours: Tensor, weights: SourceWeights, name: str, heads: tuple[int, int], key_heads: int) -> None:
+def fill_repeated(ours: Tensor, weights: SourceWeights, name: str, heads: tuple[int, int], key_heads: int) -> None:
     """Fill keys or values, [H * D] or [H * D, M]: each head of the checkpoint is repeated for its query heads."""
     num_heads, width = heads
     grouped = torch.empty(key_heads * width, *ours.shape[1:], device=ours.device)
-    _fill(grouped, weights, name)
+    fill_or_zero(grouped, weights, name)
     by_head = grouped.reshape(key_heads, width, *ours.shape[1:])
     ours.copy_(by_head.repeat_interleave(num_heads // key_heads, dim=0).reshape(ours.shape))
 

@@ -152,8 +152,9 @@ ANTIPHON_INLINE void AddPositions(const PackedHead& head, int64_t first, int64_t
   }
 }
 
-// Adds bias and mask to a key's sixteen scores; query lanes are at positions first .. first + 15.
+// Limits a key's sixteen scores and adds bias and mask; query lanes are at positions first .. first + 15.
 ANTIPHON_INLINE F32 Adjusted(const PackedHead& head, int64_t first, int64_t key, F32 scores) {
+  if (head.cap != 0.0f) scores = Capped(scores, head.cap);
   if (HasBias(head.bias)) {
     float added[kLanes];
     for (int64_t lane = 0; lane < kLanes; ++lane) added[lane] = BiasOf(head.bias, key - first - lane);
@@ -169,7 +170,7 @@ ANTIPHON_INLINE F32 Adjusted(const PackedHead& head, int64_t first, int64_t key,
 // scores [keys][16] -> exp(score - largest), lane by lane; returns 1 / sum.
 ANTIPHON_INLINE F32 SoftmaxLanes(const PackedHead& head, int64_t first, int64_t keys, float* scores) {
   F32 largest = Splat(-kInfinity), sum = {};
-  const bool is_plain = !head.causal && !HasBias(head.bias);
+  const bool is_plain = !head.causal && !HasBias(head.bias) && head.cap == 0.0f;
   for (int64_t key = 0; key < keys; ++key) {
     F32 score = Load(scores + key * kLanes);
     if (!is_plain) {
@@ -363,6 +364,7 @@ void PagedAttend(const PagedHead<Element>& head, const float* query, int64_t len
   F32 largest = Splat(-kInfinity);
   for (int64_t first = 0; first < length; first += kBlockSize) {
     F32 score = ScoreBlock<Element>(head.blocks[first / kBlockSize] + head.offset, query, head.width) * head.scale;
+    if (head.cap != 0.0f) score = Capped(score, head.cap);
     if (HasBias(bias)) score += BlockBias(bias, first, position);
     // Positions that were never written can hold any value, also NaN.
     if (length - first < kBlockSize) {

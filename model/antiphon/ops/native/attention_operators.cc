@@ -26,7 +26,7 @@ class DisentangledAttention {
     const RelativeTables relative(call.Input(2, "position_rows", 1), call.OptionalInput(3, "position_keys", 2),
                                   call.OptionalInput(4, "position_queries", 2), heads_ * width);
     auto* out = static_cast<float*>(call.Output(0, {qkv.dims[0], heads_ * width}));
-    PackedHeads(qkv.as<float>(), packing, heads_, width, scale_, false).Attend(call, nullptr, relative, out);
+    PackedHeads(qkv.as<float>(), packing, heads_, width, scale_, 0.0f, false).Attend(call, nullptr, relative, out);
   }
 
  private:
@@ -61,7 +61,7 @@ class PagedWrite {
     const auto& kernels = Paged(ActiveKernels(), Element{});
     const double macs = static_cast<double>(kv.size()) * 4;  // cost of storing one number
     ForHeads(call, packing.sequences, heads_, macs, 0, [&](int64_t sequence, int64_t head, float*) {
-      const PagedHead<Element> view = tables.Head(pool, sequence, head, width, 1.0f);
+      const PagedHead<Element> view = tables.Head(pool, sequence, head, width, 1.0f, 0.0f);
       for (int64_t first = 0; first < packing.length(sequence); first += kBlockSize) {
         const float* key = kv.as<float>() + (packing.begin(sequence) + first) * kv.dims[1] + head * width;
         const int64_t count = std::min(kBlockSize, packing.length(sequence) - first);

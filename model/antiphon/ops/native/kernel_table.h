@@ -31,6 +31,7 @@ constexpr Kernels MakeTable(const char* name) {
   table.packed_attention = PackedAttention;
   table.paged_float32 = {AppendPosition<float>, FillBlock<float>, PagedAttend<float>};
   table.paged_float16 = {AppendPosition<uint16_t>, FillBlock<uint16_t>, PagedAttend<uint16_t>};
+  table.cap = CapRow;
   table.summarize = Summarize;
   table.boltzmann = Boltzmann;
   table.at_least = AtLeast;

@@ -90,6 +90,7 @@ struct PackedHead {
   int64_t length;
   int64_t width;  // D
   float scale;
+  float cap;  // limit of scores, cap tanh(score / cap); 0: none
   bool causal;
   ScoreBias bias;
   RelativeScores relative;
@@ -104,6 +105,7 @@ struct PagedHead {
   int64_t values;
   int64_t width;  // D
   float scale;
+  float cap;  // as in PackedHead
 };
 
 template <typename Element>
@@ -208,6 +210,8 @@ struct Kernels {
   PagedKernels<float> paged_float32;
   PagedKernels<uint16_t> paged_float16;
 
+  // values[i] = cap tanh(values[i] / cap)
+  void (*cap)(float* values, int64_t count, float cap);
   // Summary of [columns] logits.
   LogitSummary (*summarize)(const float* logits, int64_t columns, bool with_sum);
   // weights[i] = exp((logits[i] - largest) * inverse_temperature)

@@ -32,18 +32,6 @@ ANTIPHON_INLINE F32 Erf(const F32& x) {
   return Select(x < 0.0f, -y, y);
 }
 
-// tanh by the exponential; near zero, where that loses digits, by Cephes' polynomial. Error: a few ulp.
-ANTIPHON_INLINE F32 Tanh(const F32& x) {
-  const F32 bounded = Min(Splat(20.0f), Max(Splat(-20.0f), x));  // in this order NaN stays NaN
-  const F32 square = x * x;
-  F32 p = Fma(square, Splat(-5.70498872745e-3f), Splat(2.06390887954e-2f));
-  p = Fma(p, square, Splat(-5.37397155531e-2f));
-  p = Fma(p, square, Splat(1.33314422036e-1f));
-  p = Fma(p, square, Splat(-3.33332819422e-1f));
-  const F32 near = Fma(p * square, x, x);
-  return Select(Abs(x) < 0.625f, near, 1.0f - 2.0f / (Exp(bounded * 2.0f) + 1.0f));
-}
-
 // x times the logistic function of x, in the form whose exponential cannot overflow.
 ANTIPHON_INLINE F32 Silu(const F32& x) {
   const F32 e = Exp(-Abs(x));

@@ -61,6 +61,14 @@ float Attributes::Float(const char* name) const {
   return value;
 }
 
+float Attributes::Float(const char* name, float missing) const {
+  float value = missing;
+  OrtStatus* status = api_->KernelInfoGetAttribute_float(info_, name, &value);
+  if (status == nullptr) return value;
+  api_->ReleaseStatus(status);
+  return missing;
+}
+
 std::string Attributes::String(const char* name) const {
   char text[32];
   size_t size = sizeof(text);

@@ -46,6 +46,8 @@ class Attributes {
   // A number of columns, tokens or heads: 1 to 2^31 - 1, so that products of a few sizes do not overflow.
   int64_t Size(const char* name) const;
   float Float(const char* name) const;
+  // Returns `missing` where the node does not have the attribute.
+  float Float(const char* name, float missing) const;
   std::string String(const char* name) const;
   const OrtApi* api() const { return api_; }
 

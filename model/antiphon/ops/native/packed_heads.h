@@ -58,8 +58,9 @@ struct RelativeTables {
 class PackedHeads {
  public:
   // qkv: [tokens of the packing, 3 H D].
-  PackedHeads(const float* qkv, const Packing& packing, int64_t heads, int64_t width, float scale, bool causal)
-      : qkv_(qkv), packing_(packing), heads_(heads), width_(width), scale_(scale), causal_(causal) {}
+  PackedHeads(const float* qkv, const Packing& packing, int64_t heads, int64_t width, float scale, float cap,
+              bool causal)
+      : qkv_(qkv), packing_(packing), heads_(heads), width_(width), scale_(scale), cap_(cap), causal_(causal) {}
 
   int64_t all_heads() const { return heads_ * width_; }
 
@@ -166,6 +167,7 @@ class PackedHeads {
     view.length = packing_.length(sequence);
     view.width = width_;
     view.scale = scale_;
+    view.cap = cap_;
     view.causal = causal_;
     if (biases != nullptr) view.bias = biases->Of(head);
     return view;
@@ -176,6 +178,7 @@ class PackedHeads {
   int64_t heads_;
   int64_t width_;
   float scale_;
+  float cap_;
   bool causal_;
 };
 

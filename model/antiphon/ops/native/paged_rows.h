@@ -72,9 +72,9 @@ class Tables {
     }
   }
 
-  PagedHead<Element> Head(const Pool& pool, int64_t row, int64_t head, int64_t width, float scale) const {
+  PagedHead<Element> Head(const Pool& pool, int64_t row, int64_t head, int64_t width, float scale, float cap) const {
     const int64_t values_offset = pool.cache_heads * pool.head_elements;
-    return {pointers_.data() + row * width_, head * pool.head_elements, values_offset, width, scale};
+    return {pointers_.data() + row * width_, head * pool.head_elements, values_offset, width, scale, cap};
   }
 
  private:
@@ -137,10 +137,11 @@ template <typename Element>
 class SelfRows {
  public:
   // first: index of the node's input `cache`. width: D.
-  SelfRows(const Call& call, size_t first, const Pool& pool, int64_t tokens, int64_t width, float scale)
+  SelfRows(const Call& call, size_t first, const Pool& pool, int64_t tokens, int64_t width, float scale, float cap)
       : pool_(pool),
         width_(width),
         scale_(scale),
+        cap_(cap),
         packing_(CheckedPacking(call.Input(first + 2, "offsets", 1), tokens)),
         positions_(CheckedPositions(call.Input(first + 3, "positions", 1), packing_, tokens)),
         tables_(pool, call.Input(first + 1, "block_tables", 2), packing_.sequences,
@@ -161,7 +162,7 @@ class SelfRows {
     const int64_t heads = pool_.heads, stride = 3 * heads * width_;
     const double macs = 2 * pairs * static_cast<double>(heads * width_);
     ForHeads(call, packing_.sequences, heads, macs, longest, [&](int64_t row, int64_t head, float* scores) {
-      const PagedHead<Element> view = tables_.Head(pool_, row, head, width_, scale_);
+      const PagedHead<Element> view = tables_.Head(pool_, row, head, width_, scale_, cap_);
       const float* queries = qkv + head * width_;
       for (int64_t token = packing_.begin(row); token < packing_.end(row); ++token) {
         const float* key = queries + token * stride + heads * width_;
@@ -184,6 +185,7 @@ class SelfRows {
   Pool pool_;
   int64_t width_;
   float scale_;
+  float cap_;
   Packing packing_;
   const int32_t* positions_;
   Tables<Element> tables_;
@@ -199,10 +201,11 @@ template <typename Element>
 class CrossRows {
  public:
   // first: index of the node's input `cache`. width: D.
-  CrossRows(const Call& call, size_t first, const Pool& pool, int64_t tokens, int64_t width, float scale)
+  CrossRows(const Call& call, size_t first, const Pool& pool, int64_t tokens, int64_t width, float scale, float cap)
       : pool_(pool),
         width_(width),
         scale_(scale),
+        cap_(cap),
         packing_(CheckedPacking(call.Input(first + 2, "offsets", 1), tokens)),
         source_lens_(CheckedLens(call.Input(first + 3, "source_lens", 1), packing_)),
         tables_(pool, call.Input(first + 1, "block_tables", 2), packing_.sequences,
@@ -220,7 +223,7 @@ class CrossRows {
     const int64_t heads = pool_.heads;
     const double macs = 2 * pairs * static_cast<double>(heads * width_);
     ForHeads(call, packing_.sequences, heads, macs, longest, [&](int64_t row, int64_t head, float* scores) {
-      const PagedHead<Element> view = tables_.Head(pool_, row, head, width_, scale_);
+      const PagedHead<Element> view = tables_.Head(pool_, row, head, width_, scale_, cap_);
       for (int64_t token = packing_.begin(row); token < packing_.end(row); ++token) {
         const int64_t at = (token * heads + head) * width_;
         kernels.attend(view, query + at, source_lens_[row], 0, {}, scores, out + at);
@@ -242,6 +245,7 @@ class CrossRows {
   Pool pool_;
   int64_t width_;
   float scale_;
+  float cap_;
   Packing packing_;
   const int32_t* source_lens_;
   Tables<Element> tables_;

@@ -166,5 +166,12 @@ int64_t AtLeast(const float* logits, int64_t columns, float threshold, int32_t* 
   return count;
 }
 
+void CapRow(float* values, int64_t count, float cap) {
+  for (int64_t i = 0; i < count; i += kLanes) {
+    const int part = static_cast<int>(count - i < kLanes ? count - i : kLanes);
+    StorePart(values + i, Capped(LoadPart(values + i, part), cap), part);
+  }
+}
+
 }  // namespace
 }  // namespace antiphon

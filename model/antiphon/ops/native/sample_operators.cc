@@ -228,7 +228,7 @@ class Samples {
 
 // Runs product(chunk, first panel, last panel, out) for every chunk and samples from its results.
 template <typename Product>
-void SampleAll(const Call& call, const SamplingArrays& sampling, int64_t vocab, const Product& product) {
+void SampleAll(const Call& call, const SamplingArrays& sampling, int64_t vocab, float cap, const Product& product) {
   const Kernels& kernels = ActiveKernels();
   const Samples samples(call, sampling);
   if (sampling.count() == 0) return;
@@ -238,6 +238,7 @@ void SampleAll(const Call& call, const SamplingArrays& sampling, int64_t vocab, 
     const auto chunk = static_cast<int64_t>(task);
     const Scratch<float> columns(static_cast<size_t>(sampling.count() * kChunk));
     product(chunk * kChunkPanels, std::min((chunk + 1) * kChunkPanels, panels), columns.data());
+    if (cap != 0.0f) kernels.cap(columns.data(), sampling.count() * kChunk, cap);
     logits.Take(kernels, chunk, columns.data());
   });
   const auto make = [&](size_t i) { samples.Make(kernels, sampling, logits, static_cast<int64_t>(i)); };
@@ -259,8 +260,8 @@ class Float32Logits {
   Float32Logits(const Call& call, const Tensor& bias, int64_t inputs, int64_t vocab)
       : weight_(CheckedWeight(call.Input(1, "weight", 3), bias, inputs, vocab)) {}
 
-  void Sample(const Call& call, const SamplingArrays& sampling, const float* hidden) const {
-    SampleAll(call, sampling, weight_.outputs, [&](int64_t begin, int64_t end, float* out) {
+  void Sample(const Call& call, const SamplingArrays& sampling, const float* hidden, float cap) const {
+    SampleAll(call, sampling, weight_.outputs, cap, [&](int64_t begin, int64_t end, float* out) {
       ActiveKernels().float_product(hidden, sampling.count(), weight_, Activation::kNone, begin, end, out, kChunk);
     });
   }
@@ -279,10 +280,10 @@ class Int8Logits {
                               bias, inputs, vocab)),
         inputs_(inputs) {}
 
-  void Sample(const Call& call, const SamplingArrays& sampling, const float* hidden) const {
+  void Sample(const Call& call, const SamplingArrays& sampling, const float* hidden, float cap) const {
     const QuantizedBuffer buffer(sampling.count(), weight_.padded_inputs);
     QuantizeAll(call, hidden, inputs_, weight_.padded_inputs, buffer.rows());
-    SampleAll(call, sampling, weight_.outputs, [&](int64_t begin, int64_t end, float* out) {
+    SampleAll(call, sampling, weight_.outputs, cap, [&](int64_t begin, int64_t end, float* out) {
       ActiveKernels().quantized_product(buffer.rows(), weight_, Activation::kNone, begin, end, out, kChunk);
     });
   }
@@ -303,18 +304,20 @@ class Sample {
           {{kInt32}, {kInt32}, {kFloat32}, {kInt64}, {kInt32}, {kInt32}, {kFloat32}, {kFloat32, kOptional}}});
   static constexpr Port kOutputs[] = {{kInt64}, {kFloat32}, {kInt64}, {kFloat32}, {kFloat32}};
 
-  explicit Sample(const Attributes& attributes) : vocab_(attributes.Size("vocab")) {}
+  explicit Sample(const Attributes& attributes)
+      : vocab_(attributes.Size("vocab")), cap_(attributes.Float("cap", 0.0f)) {}
 
   void Run(const Call& call) const {
     const Tensor hidden = call.Input(0, "hidden", 2);
     const Product product(call, call.OptionalInput(kInputs.size() - 1, "bias", 1), hidden.dims[1], vocab_);
     const SamplingArrays sampling(call, 1 + Product::kPorts.size(), hidden.dims[0], vocab_);
     const PickedHidden picked(hidden, sampling);
-    product.Sample(call, sampling, picked.data());
+    product.Sample(call, sampling, picked.data(), cap_);
   }
 
  private:
   int64_t vocab_;
+  float cap_;
 };
 
 }  // namespace

@@ -387,5 +387,20 @@ ANTIPHON_INLINE void Transpose(F32 rows[kLanes]) {
   }
 }
 
+// tanh by the exponential; near zero, where that loses digits, by Cephes' polynomial. Error: a few ulp.
+ANTIPHON_INLINE F32 Tanh(const F32& x) {
+  const F32 bounded = Min(Splat(20.0f), Max(Splat(-20.0f), x));  // in this order NaN stays NaN
+  const F32 square = x * x;
+  F32 p = Fma(square, Splat(-5.70498872745e-3f), Splat(2.06390887954e-2f));
+  p = Fma(p, square, Splat(-5.37397155531e-2f));
+  p = Fma(p, square, Splat(1.33314422036e-1f));
+  p = Fma(p, square, Splat(-3.33332819422e-1f));
+  const F32 near = Fma(p * square, x, x);
+  return Select(Abs(x) < 0.625f, near, 1.0f - 2.0f / (Exp(bounded * 2.0f) + 1.0f));
+}
+
+// Scores below a limit: cap tanh(x / cap).
+ANTIPHON_INLINE F32 Capped(const F32& x, float cap) { return Tanh(x / Splat(cap)) * cap; }
+
 }  // namespace
 }  // namespace antiphon

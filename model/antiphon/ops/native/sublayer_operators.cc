@@ -138,6 +138,7 @@ class PackedAttentionSublayer {
       : norm_(attributes),
         heads_(attributes.Size("num_heads")),
         scale_(attributes.Float("scale")),
+        cap_(attributes.Float("cap", 0.0f)),
         causal_(attributes.Int("causal") != 0),
         projected_(attributes.Size("qkv_width")) {}
 
@@ -151,7 +152,7 @@ class PackedAttentionSublayer {
     const AttentionProducts<Inputs> products(call, norm_, "qkv_", projected_, heads_ * width);
     products.Run(call, [&](float* qkv, float* out) {
       rotation.Run(call, heads_, qkv);
-      PackedHeads(qkv, packing, heads_, width, scale_, causal_).Attend(call, &biases, RelativeTables(), out);
+      PackedHeads(qkv, packing, heads_, width, scale_, cap_, causal_).Attend(call, &biases, RelativeTables(), out);
     });
   }
 
@@ -159,6 +160,7 @@ class PackedAttentionSublayer {
   NormKind norm_;
   int64_t heads_;
   float scale_;
+  float cap_;
   bool causal_;
   int64_t projected_;
 };
@@ -176,6 +178,7 @@ class PagedSublayer {
       : norm_(attributes),
         heads_(attributes.Size("num_heads")),
         scale_(attributes.Float("scale")),
+        cap_(attributes.Float("cap", 0.0f)),
         layer_(attributes.Int("layer")),
         projected_(attributes.Size(Attention::kWidth)) {}
 
@@ -189,7 +192,7 @@ class PagedSublayer {
   template <typename Element>
   void Attend(const Call& call, const Pool& pool, int64_t width) const {
     const int64_t tokens = call.Input(0, "x", 2).dims[0];
-    const typename Attention::template Rows<Element> rows(call, At<Inputs>::kOthers, pool, tokens, width, scale_);
+    const typename Attention::template Rows<Element> rows(call, At<Inputs>::kOthers, pool, tokens, width, scale_, cap_);
     const AttentionProducts<Inputs> products(call, norm_, Attention::kPrefix, projected_, heads_ * width);
     products.Run(call, [&](float* projected, float* out) { rows.Attend(call, projected, out); });
   }
@@ -197,6 +200,7 @@ class PagedSublayer {
   NormKind norm_;
   int64_t heads_;
   float scale_;
+  float cap_;
   int64_t layer_;
   int64_t projected_;
 };

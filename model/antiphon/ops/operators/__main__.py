@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from antiphon.ops.operator import NODE_PREFIXES, Input, Operator, Output
+from antiphon.ops.operator import NODE_PREFIXES, Attribute, Input, Operator, Output
 from antiphon.ops.operators import OPERATORS
 
 _INTRODUCTION = """\
@@ -43,11 +43,16 @@ def _section(operator: Operator) -> Iterator[str]:
     for port in operator.inputs:
         yield _row("input", port, "; optional" if port.optional else "")
     for attribute in operator.attributes:
-        yield f"| attribute | `{attribute.name}` | {attribute.type.__name__} | | {attribute.meaning} |"
+        kind, meaning = attribute.type.__name__, attribute.meaning + _default(attribute)
+        yield f"| attribute | `{attribute.name}` | {kind} | | {meaning} |"
     for output in operator.outputs:
         yield _row("output", output, _in_place(output))
     for precision in NODE_PREFIXES:
         yield from _packed(operator, precision)
+
+
+def _default(attribute: Attribute) -> str:
+    return "" if attribute.default is None else f"; {attribute.default:g} where it is missing"
 
 
 def _row(role: str, port: Input | Output, note: str) -> str:

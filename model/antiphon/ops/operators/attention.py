@@ -44,13 +44,14 @@ def packed_attention(
     num_heads: int,
     scale: float,
     causal: bool,
+    cap: float = 0.0,
 ) -> Tensor:
     """Attend from every token of qkv [N, 3 H D] to its own sequence, sequence by sequence."""
     attended = qkv.new_zeros(qkv.shape[0], qkv.shape[1] // 3)
     for start, stop in token_ranges(offsets):
         query, key, value = split_heads(qkv[start:stop], 3, num_heads)  # [T, H, D]
         bias = score_bias(torch.arange(stop - start), stop - start, bias_table, slopes)
-        result = attention(query[None], key[None], value[None], None, bias, causal=causal, scale=scale)
+        result = attention(query[None], key[None], value[None], None, bias, causal=causal, scale=scale, cap=cap)
         attended[start:stop] = result[0].flatten(1)
     return attended
 
@@ -67,6 +68,7 @@ def paged_self_attention(
     num_heads: int,
     scale: float,
     layer: int,
+    cap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """Append each row's new tokens to its blocks, in a copy of the cache, and attend to all positions up to theirs."""
     cache, attended = cache.clone(), qkv.new_zeros(qkv.shape[0], qkv.shape[1] // 3)
@@ -78,7 +80,7 @@ def paged_self_attention(
         for token, position in enumerate(row_positions):
             cached = read_positions(cache, layer, table, position + 1, (num_heads, query.shape[2]))
             bias = score_bias(torch.tensor([position]), position + 1, bias_table, slopes)
-            attended[start + token] = _attend_one(query[token], *cached, bias, scale)
+            attended[start + token] = _attend_one(query[token], *cached, bias, scale, cap)
     return attended, cache
 
 
@@ -92,6 +94,7 @@ def paged_cross_attention(
     num_heads: int,
     scale: float,
     layer: int,
+    cap: float = 0.0,
 ) -> Tensor:
     """Attend from the new tokens of each row to its source, row by row."""
     attended, queries = torch.zeros_like(query), split_heads(query, 1, num_heads)[0]
@@ -99,13 +102,14 @@ def paged_cross_attention(
     for table, length, (start, stop) in rows:
         cached = read_positions(cache, layer, table, length, (num_heads, queries.shape[2]))
         for token in range(start, stop):
-            attended[token] = _attend_one(queries[token], *cached, None, scale)
+            attended[token] = _attend_one(queries[token], *cached, None, scale, cap)
     return attended
 
 
-def _attend_one(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+def _attend_one(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, scale: float, cap: float) -> Tensor:
     """Attend from one query [H, D] to keys and values [T, H, D]; returns [H D]."""
-    return attention(query[None, None], keys[None], values[None], None, bias, causal=False, scale=scale).flatten()
+    attended = attention(query[None, None], keys[None], values[None], None, bias, causal=False, scale=scale, cap=cap)
+    return attended.flatten()
 
 
 def score_bias(query_positions: Tensor, keys: int, bias_table: Tensor | None, slopes: Tensor | None) -> Tensor | None:

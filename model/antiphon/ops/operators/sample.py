@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from antiphon.ops.operator import Input, Operator, PackedWeight, Shape, register
+from antiphon.ops.attention import capped
+from antiphon.ops.operator import Attribute, Input, Operator, PackedWeight, Shape, register
 from antiphon.ops.sampling import FLOAT_PARAMS, INT_PARAMS, SamplingArrays
 from antiphon.ops.sampling import sample as sample_in_numpy
 from antiphon.ops.shared_inputs import EDITS, FLOAT32_WEIGHT, INT8_WEIGHT, SAMPLES
@@ -47,6 +48,7 @@ SAMPLE = Operator(
         *PARAMS,
         Input("bias", "float", "V", "added to the logits", optional=True),
     ),
+    attributes=(Attribute("cap", float, "limit of the logits: cap tanh(logit / cap); 0: none", default=0.0),),
     outputs=SAMPLES,
     shapes=_shapes,
     weights=(PackedWeight(sizes=("vocab",), parts={"float32": FLOAT32_WEIGHT, "int8": INT8_WEIGHT}),),
@@ -54,12 +56,14 @@ SAMPLE = Operator(
 
 
 @register(SAMPLE)
-def sample(hidden: Tensor, weight: Tensor, positions: Tensor, *params_and_bias: Tensor | None) -> tuple[Tensor, ...]:
+def sample(
+    hidden: Tensor, weight: Tensor, positions: Tensor, *params_and_bias: Tensor | None, cap: float = 0.0
+) -> tuple[Tensor, ...]:
     """Compute the logits and sample as `sample` of sampling.py does."""
     *params, bias = params_and_bias
     arrays = zip(PARAMS, params, strict=True)
     sampling = SamplingArrays(**{declared.name: tensor.numpy() for declared, tensor in arrays if tensor is not None})
     picked = sampling.picks.astype(np.int64)
-    logits = functional.linear(hidden[picked], weight, bias)
+    logits = capped(functional.linear(hidden[picked], weight, bias), cap)
     samples = sample_in_numpy(logits.numpy(), sampling, positions.numpy()[picked])
     return tuple(torch.from_numpy(getattr(samples, output.name)) for output in SAMPLES)

@@ -23,6 +23,7 @@ from antiphon.ops.shared_inputs import (
     BIAS_TABLE,
     BLOCK_TABLES,
     CACHE,
+    CAP,
     CAUSAL,
     LAYER,
     NORM,
@@ -88,6 +89,7 @@ PACKED_ATTENTION_SUBLAYER = Operator(
         SCALE,
         CAUSAL,
         *NORM,
+        CAP,
     ),
     outputs=SUBLAYER_OUTPUTS,
     shapes=lambda inputs: [inputs["x"].shape, inputs["x"].shape],
@@ -113,7 +115,7 @@ PAGED_SELF_ATTENTION_SUBLAYER = Operator(
         SLOPES,
         ROTARY_TABLE,
     ),
-    attributes=(NUM_HEADS, SCALE, LAYER, *NORM),
+    attributes=(NUM_HEADS, SCALE, LAYER, *NORM, CAP),
     outputs=(
         *SUBLAYER_OUTPUTS,
         Output("present", "cache", CACHE.axes, "the cache with the new tokens", updates="cache"),
@@ -138,7 +140,7 @@ PAGED_CROSS_ATTENTION_SUBLAYER = Operator(
         ROW_OFFSETS,
         Input("source_lens", "int32", "R", "tokens of each row's source"),
     ),
-    attributes=(NUM_HEADS, SCALE, LAYER, *NORM),
+    attributes=(NUM_HEADS, SCALE, LAYER, *NORM, CAP),
     outputs=SUBLAYER_OUTPUTS,
     shapes=lambda inputs: [inputs["x"].shape, inputs["x"].shape],
     weights=(
@@ -192,13 +194,16 @@ def packed_attention_sublayer(
     causal: bool,
     epsilon: float,
     kind: str,
+    cap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """Multiply, rotate where there is a table, attend, multiply, add and normalise."""
     qkv = linear(x, qkv_weight, qkv_bias, activation="none")
     if rotary_table is not None:
         assert positions is not None, "rotary_table needs positions"
         qkv = rotary(qkv, positions, rotary_table, num_heads=num_heads)
-    attended = packed_attention(qkv, offsets, bias_table, slopes, num_heads=num_heads, scale=scale, causal=causal)
+    attended = packed_attention(
+        qkv, offsets, bias_table, slopes, num_heads=num_heads, scale=scale, causal=causal, cap=cap
+    )
     out = linear(attended, out_weight, out_bias, activation="none")
     return add_norm(out, residual, norm_weight, norm_bias, epsilon=epsilon, kind=kind)  # type: ignore[no-any-return]
 
@@ -226,6 +231,7 @@ def paged_self_attention_sublayer(
     layer: int,
     epsilon: float,
     kind: str,
+    cap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Multiply, rotate where there is a table, append and attend in a copy of the cache, multiply, add, normalise."""
     qkv = linear(x, qkv_weight, qkv_bias, activation="none")
@@ -242,6 +248,7 @@ def paged_self_attention_sublayer(
         num_heads=num_heads,
         scale=scale,
         layer=layer,
+        cap=cap,
     )
     out = linear(attended, out_weight, out_bias, activation="none")
     normed, total = add_norm(out, residual, norm_weight, norm_bias, epsilon=epsilon, kind=kind)
@@ -268,11 +275,12 @@ def paged_cross_attention_sublayer(
     layer: int,
     epsilon: float,
     kind: str,
+    cap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """Multiply, attend, multiply, add and normalise."""
     query = linear(x, query_weight, query_bias, activation="none")
     attended = paged_cross_attention(
-        query, cache, block_tables, offsets, source_lens, num_heads=num_heads, scale=scale, layer=layer
+        query, cache, block_tables, offsets, source_lens, num_heads=num_heads, scale=scale, layer=layer, cap=cap
     )
     out = linear(attended, out_weight, out_bias, activation="none")
     return add_norm(out, residual, norm_weight, norm_bias, epsilon=epsilon, kind=kind)  # type: ignore[no-any-return]

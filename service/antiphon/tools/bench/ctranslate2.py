@@ -173,6 +173,9 @@ def obstacle(config: ModelConfig) -> str | None:
             return f"{field}={value!r} cannot be converted to CTranslate2; {' and '.join(map(repr, values))} can"
     if config.rope_scaling is not None:
         return "rope_scaling cannot be converted to CTranslate2"
+    for field in ("post_norms", "attention_cap", "output_cap"):
+        if value := getattr(config, field):
+            return f"{field}={value} cannot be converted to CTranslate2"
     if config.module_heads is not None:
         return "module_heads cannot be converted to CTranslate2, where all attention modules have num_heads heads"
     return None
