@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -77,11 +78,12 @@ def run_sample(
     *,
     bias: Floats | None = None,
     threads: int = 1,
+    **attributes: Any,
 ) -> Samples:
     operands: Arrays = {"hidden": hidden, "weight": pack_float(weight), "positions": positions, **sampling_inputs(held)}
     if bias is not None:
         operands["bias"] = bias
-    return Samples(*run_node("Sample", operands, threads=threads, vocab=len(weight)))
+    return Samples(*run_node("Sample", operands, threads=threads, vocab=len(weight), **attributes))
 
 
 def subset(held: SamplingArrays, rows: list[int]) -> SamplingArrays:
@@ -222,6 +224,15 @@ def plain(rows: int, **changes: Any) -> SamplingArrays:
 
 def places(count: int) -> NDArray[np.int32]:
     return np.arange(count, dtype=np.int32)
+
+
+def test_sample_limits_the_logits() -> None:
+    random = np.random.default_rng(4)
+    hidden, weight = (random.standard_normal((rows, 24), np.float32) for rows in (3, 531))
+    found = run_sample(hidden, weight, places(3), plain(3, num_logprobs=5), cap=2.0)
+    limited = torch.from_numpy(2 * np.tanh(hidden @ weight.T / 2)).log_softmax(dim=-1).topk(5)
+    assert found.top_ids.tolist() == limited.indices.tolist()
+    np.testing.assert_allclose(found.top_logprobs, limited.values.numpy(), atol=2e-6)
 
 
 def test_sample_takes_the_lowest_id_when_logits_are_equal() -> None:
