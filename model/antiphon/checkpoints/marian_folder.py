@@ -83,7 +83,14 @@ def vocabularies(folder: Path, decoder: Mapping[str, Any]) -> list[Path]:
     """
     named = [_beside(folder, name) for name in decoder.get("vocabs") or []]
     found = list(dict.fromkeys(named)) or _found_vocabularies(folder)
-    if not 1 <= len(found) <= 2:
+    if named:
+        is_clear = len(found) <= 2
+    else:
+        sides = [[path for path in found if _is_named(path, names)] for names in (_SOURCE, _TARGET)]
+        is_clear = len(found) == 1 or (len(found) == 2 and all(len(side) == 1 for side in sides))
+        if len(found) == 2 and is_clear:
+            found = [*sides[0], *sides[1]]
+    if not is_clear:
         raise SourceError(
             f"{folder} has {len(found)} vocabularies ({_names(found) or '.spm, *vocab*.yml, *vocab*.txt'}); it must "
             "have one, or two with names like source.spm and target.spm, or a decoder.yml that names them in vocabs"
@@ -99,11 +106,7 @@ def _found_vocabularies(folder: Path) -> list[Path]:
     """Return vocabularies that no decoder's file names: lists of tokens, else SentencePiece models."""
     files = sorted(folder.iterdir())
     listed = [path for path in files if path.suffix in (*_MAPPINGS, ".txt", ".vocab", ".fsv") and "vocab" in path.name]
-    found = listed or [path for path in files if is_pieces(path)]
-    if len(found) < 2:
-        return found
-    sides = [[path for path in found if _is_named(path, names)] for names in (_SOURCE, _TARGET)]
-    return [*sides[0], *sides[1]] if len(found) == 2 and all(len(side) == 1 for side in sides) else found * 2
+    return listed or [path for path in files if is_pieces(path)]
 
 
 def is_pieces(path: Path) -> bool:
