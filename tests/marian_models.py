@@ -186,3 +186,23 @@ def write_folder(folder: Path, changed: Mapping[str, Any], seed: int = 1) -> tup
     for side, size in zip(("source", "target"), described["dim-vocabs"], strict=True):
         write_vocabulary(folder / f"vocab.{side}.yml", size)
     return described, tensors
+
+
+def write_shortlist(path: Path, likely: Mapping[int, set[int]], *, num_frequent: int, num_sources: int) -> None:
+    """Write a binary shortlist of Marian, with its checksum."""
+    rows = [sorted(likely.get(source, ())) for source in range(num_sources)]
+    ids = [index for row in rows for index in row]
+    offsets = [0]
+    for row in rows:
+        offsets.append(offsets[-1] + len(row))
+    body = struct.pack("<4Q", num_frequent, 50, len(offsets), len(ids))
+    body += struct.pack(f"<{len(offsets)}Q", *offsets) + struct.pack(f"<{len(ids)}I", *ids)
+    path.write_bytes(struct.pack("<2Q", 0xF11A48D5013417F5, checksum(body)) + body)
+
+
+def checksum(content: bytes) -> int:
+    """Return the hash of whole u64 in a shortlist: hash_combine of Boost, with numbers as their own hashes."""
+    seed = 0
+    for (value,) in struct.iter_unpack("<Q", content[: len(content) // 8 * 8]):
+        seed ^= (value + 0x9E3779B9 + (seed << 6) + (seed >> 2)) % (1 << 64)
+    return seed

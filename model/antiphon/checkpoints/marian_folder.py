@@ -22,6 +22,7 @@ from antiphon.checkpoints.text_formats import language_codes
 from antiphon.errors import SourceError, TokenizerError
 from antiphon.text.format import TextFormat
 from antiphon.text.segmenters import read_pieces
+from antiphon.text.shortlist import SHORTLIST_NAME
 
 END, UNKNOWN = "</s>", "<unk>"
 _PIECES, _MAPPINGS = (".spm", ".spm.gz"), (".yml", ".yaml", ".json")
@@ -194,6 +195,7 @@ def text(folder: Path, settings: Settings, config: ModelConfig) -> TextFormat:
         special_ids=tuple(sorted({config.eos_id, config.bos_id})),
         template=(*(("$target_language",) if languages else ()), "$text", source[END]),
         languages=languages,
+        shortlist=SHORTLIST_NAME if settings["shortlist"] is not None else None,
     )
     paths = [Path(path) for path in settings["vocabularies"]]
     if is_pieces(paths[0]):

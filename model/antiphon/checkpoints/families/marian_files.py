@@ -30,9 +30,11 @@ from antiphon.checkpoints.marian_folder import (
     write_text,
 )
 from antiphon.checkpoints.marian_original import MarianOriginal
+from antiphon.checkpoints.marian_shortlist import read_shortlist, shortlist_settings
 from antiphon.checkpoints.settings import Settings, describe
 from antiphon.checkpoints.source_weights import SourceWeights
 from antiphon.errors import SourceError
+from antiphon.text.shortlist import SHORTLIST_NAME
 from antiphon.transformer.layers import AverageAttention, DecoderLayer, EncoderLayer, FeedForward, SimpleRecurrence
 from antiphon.transformer.transformer import Transformer
 
@@ -83,7 +85,7 @@ def read_settings(folder: Path) -> Settings:
     """Return the options of the model, and settings of the decoder with the names of transformers.
 
     path: the model file. shapes: of each tensor. vocabularies: paths of the vocabulary files, one or two, and tokens:
-    from token to id for each. word_penalty: of the decoder.
+    from token to id for each. shortlist: as `shortlist_settings` returns it. word_penalty: of the decoder.
     Raises SourceError naming the file or the option.
     """
     file, decoder = open_model(folder), decoder_settings(folder)
@@ -99,6 +101,7 @@ def read_settings(folder: Path) -> Settings:
         "shapes": {name: file.shape(name) for name in file},
         "vocabularies": [str(path) for path in paths],
         "tokens": tokens,
+        "shortlist": shortlist_settings(folder, decoder),
         "num_beams": _decoder_number(folder, decoder, "beam-size", int, 1),
         "length_penalty": _decoder_number(folder, decoder, "normalize", float, 0.0),
         "word_penalty": _decoder_number(folder, decoder, "word-penalty", float, 0.0),
@@ -158,6 +161,13 @@ def configure(settings: Settings) -> ModelConfig:
         eos_id=target[END],
         unk_id=target.get(UNKNOWN, target[END]),
     )
+
+
+def write_files(folder: Path, settings: Settings, to: Path) -> None:
+    """Write the files of the text format that the directory has in another form: `write_text`, and the shortlist."""
+    write_text(folder, settings, to)
+    if settings["shortlist"] is not None:
+        read_shortlist(settings["shortlist"], settings["tokens"], configure(settings)).write(to / SHORTLIST_NAME)
 
 
 def _average(option: _Options) -> AverageConfig:
@@ -360,6 +370,6 @@ MARIAN_FILES = Family(
     recognises=recognises,
     read_settings=read_settings,
     open_weights=open_weights,
-    write_text=write_text,
+    write_text=write_files,
     original=original,
 )
