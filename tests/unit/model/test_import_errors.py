@@ -425,7 +425,7 @@ def tensors_of_gpt2() -> dict[str, Tensor]:
 def test_adapter_of_another_format_is_refused_with_the_family(tmp_path: Path) -> None:
     options = ImportOptions(source="ct2", target=tmp_path, adapter=write_adapter(tmp_path / "adapter"))
     with pytest.raises(SourceError, match="--adapter needs a checkpoint of transformers; ct2 is one of CTranslate2"):
-        _adapter(options, CTRANSLATE2)
+        _adapter(options, CTRANSLATE2, tmp_path)
 
 
 def test_base_model_of_another_name_is_only_noted(
