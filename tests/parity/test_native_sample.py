@@ -39,7 +39,7 @@ def sample_settings(vocab: int) -> st.SearchStrategy[SampleSettings]:
         st.sampled_from([1.0, 0.5, 1.25, 4.0]),
         st.sampled_from([0.0, -0.25, 2.0, -np.inf]),
     )
-    return st.builds(
+    settings = st.builds(
         SampleSettings,
         temperature=st.sampled_from([0.0, 0.0, 0.3, 1.0, 2.5]),
         top_k=st.sampled_from([0, 0, 1, 3, 40, 100_000]),
@@ -50,9 +50,24 @@ def sample_settings(vocab: int) -> st.SearchStrategy[SampleSettings]:
         forced_id=st.just(-1) | st.just(-1) | ids,
         num_logprobs=st.integers(-1, min(vocab + 2, 8)),
         is_normalized=st.booleans(),
-        is_exclusive=st.sampled_from([False, False, False, True]),
+        is_exclusive=st.sampled_from([0, 0, 0, 1]),
         edits=st.just([]) | st.lists(edit, max_size=12),
     )
+    forbids = st.lists(ids, min_size=1, max_size=70).map(lambda held: [(id_, 0.0, 1.0, -np.inf) for id_ in held])
+    forbidding = st.builds(SampleSettings, edits=forbids)
+    return settings | settings.flatmap(lambda made: selected(made, vocab)) | forbidding
+
+
+@st.composite
+def selected(draw: st.DrawFn, made: SampleSettings, vocab: int) -> SampleSettings:
+    """Return the sample with a vocabulary of its own: its edits begin with one of each token, by rising id."""
+    others = draw(st.sets(st.integers(0, vocab - 1), max_size=300))
+    forced = {made.forced_id} - {-1}
+    ids = sorted(others | forced | {edit[0] for edit in made.edits}) or [0]
+    values = st.sampled_from([(0.0, 1.0, 0.0), (0.0, 1.0, 0.0), (0.5, 1.25, -0.25), (0.0, 1.0, -np.inf)])
+    first = [(id_, *draw(values)) for id_ in ids]
+    later = [edit for edit in made.edits if edit[0] <= ids[-1]]
+    return replace(made, is_exclusive=2, edits=[*first, *later])
 
 
 @st.composite

@@ -50,7 +50,9 @@ class SamplingArrays:
         forced_id: forced token id, which is scored and not sampled; -1 is none.
         num_logprobs: -1 requests no log-probabilities, 0 the sampled token's, k also those of k candidates.
         is_normalized: 1 edits log-probabilities (a beam), 0 logits.
-        is_exclusive: 1 forbids every token that has no edit.
+        is_exclusive: 1 forbids every token that has no edit. 2 removes these tokens from the vocabulary: neither the
+            sum of exp(logit) nor any other step has them. Then the first edits have rising ids, one edit for each token
+            of the vocabulary; others after them, and a forced token, are of the same ids.
     edit_offsets [K+1] int32: sample i has edits edit_offsets[i] .. edit_offsets[i+1]-1, applied in this order.
     edit_ids [E] int32, edit_values [E, 3] float32: the value v of a token becomes penalised(v + bias) + shift, where
         (bias, penalty, shift) is the edit's and penalised(x) is x / penalty above 0 and x * penalty otherwise. A shift
@@ -135,6 +137,7 @@ def sample(logits: NDArray[np.float32], sampling: SamplingArrays, positions: NDA
     A forced token is scored and not checked: it is returned even where the edits forbid every token.
     """
     rows = np.arange(len(sampling))
+    logits = _selected(logits, sampling)
     likeliest = logits.argmax(axis=1)
     is_finite = np.isfinite(logits[rows, likeliest])
     width = max(0, int(sampling.ints("num_logprobs").max(initial=0)))
@@ -148,6 +151,19 @@ def sample(logits: NDArray[np.float32], sampling: SamplingArrays, positions: NDA
     for row in np.flatnonzero(is_finite & _is_more_than_argmax(sampling)).tolist():
         _sample_one(logits[row], sampling, row, int(positions[row]), samples)
     return samples
+
+
+def _selected(logits: NDArray[np.float32], sampling: SamplingArrays) -> NDArray[np.float32]:
+    """Return logits [K, V] that are -inf for tokens that a sample's vocabulary lacks: a copy where there are such."""
+    rows = np.flatnonzero(sampling.ints("is_exclusive") == 2).tolist()
+    if not rows:
+        return logits
+    result = logits.copy()
+    for row in rows:
+        held = sampling.edit_ids[sampling.edit_offsets[row] : sampling.edit_offsets[row + 1]]
+        result[row] = -np.inf
+        result[row, held] = logits[row, held]
+    return result
 
 
 def _is_more_than_argmax(sampling: SamplingArrays) -> NDArray[np.bool_]:

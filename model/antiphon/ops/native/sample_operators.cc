@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <vector>
 
 #include "sampling_arrays.h"
 #include "operators.h"
@@ -63,43 +64,63 @@ class Logits {
         largest_(static_cast<size_t>(sampling.count() * chunks_)),
         forced_logits_(static_cast<size_t>(sampling.count())),
         slots_(static_cast<size_t>(sampling.count())),
-        kept_(static_cast<size_t>(AssignSlots() * vocab)) {}
+        kept_(static_cast<size_t>(AssignSlots())) {}
 
   int64_t chunks() const { return chunks_; }
 
+  // Takes the logits of some panels, [samples, stride], for samples that have a vocabulary of their own.
+  void TakeSelected(int64_t begin, int64_t end, const float* logits, int64_t stride) const {
+    for (int64_t i = 0; i < sampling_.count(); ++i, logits += stride) {
+      if (!sampling_.is_selected(i)) continue;
+      const int32_t *ids = sampling_.selected_ids(i), *last = ids + sampling_.num_selected(i);
+      float* own = kept_.data() + slots_[static_cast<size_t>(i)];
+      for (const int32_t* id = std::lower_bound(ids, last, begin * kPanel); id < last && *id < end * kPanel; ++id) {
+        own[id - ids] = logits[*id - begin * kPanel];
+      }
+    }
+  }
+
   // Takes one chunk's logits, [samples, kChunk]. Called once for each chunk, from any thread.
-  void Take(const Kernels& kernels, int64_t chunk, const float* logits) const {
+  void Take(const Kernels& kernels, int64_t chunk, float* logits) const {
     const int64_t first = chunk * kChunk, columns = std::min(kChunk, vocab_ - first);
     for (int64_t i = 0; i < sampling_.count(); ++i, logits += kChunk) {
-      const LogitSummary summary = kernels.summarize(logits, columns, sampling_.needs_log_sum(i));
+      if (sampling_.is_selected(i)) continue;
+      const LogitSummary summary = sampling_.only_forbids(i)
+                                       ? SummaryWithout(kernels, i, first, columns, logits)
+                                       : kernels.summarize(logits, columns, sampling_.needs_log_sum(i));
       summaries_[static_cast<size_t>(i * chunks_ + chunk)] = summary;
       largest_[static_cast<size_t>(i * chunks_ + chunk)] = summary.largest;
       const int64_t place = sampling_.forced_id(i) - first;
       if (place >= 0 && place < columns) forced_logits_[static_cast<size_t>(i)] = logits[place];
       if (slots_[static_cast<size_t>(i)] < 0) continue;
-      std::memcpy(kept_.data() + slots_[static_cast<size_t>(i)] * vocab_ + first, logits,
+      std::memcpy(kept_.data() + slots_[static_cast<size_t>(i)] + first, logits,
                   static_cast<size_t>(columns) * sizeof(float));
     }
   }
 
   struct Best {
-    int64_t id;  // kNotFinite where the logits are not finite
+    int64_t id;  // an index for a selected sample; kNotFinite where the logits are not finite
     float logit;
     double log_sum;  // log of the sum of exp over the vocabulary; 0 where the sample does not need it
   };
 
-  Best BestOf(int64_t i) const {
+  Best BestOf(const Kernels& kernels, int64_t i) const {
+    if (sampling_.is_selected(i)) SummariseSelected(kernels, i);
+    const int64_t chunks = ChunksOf(VocabularyOf(i));
     const LogitSummary* chunk = summaries_.data() + i * chunks_;
     Best best{0, -kInfinity, 0.0};
     bool is_valid = true;
-    for (int64_t index = 0; index < chunks_; ++index) {
+    float forbidden = -kInfinity;
+    for (int64_t index = 0; index < chunks; ++index) {
       is_valid = is_valid && chunk[index].invalid == 0;
       if (chunk[index].largest > best.logit) best = {index * kChunk + chunk[index].index, chunk[index].largest, 0.0};
+      if (sampling_.only_forbids(i)) forbidden = std::max(forbidden, chunk[index].sum);
     }
-    if (!is_valid || !std::isfinite(best.logit)) return {kNotFinite, best.logit, 0.0};
+    if (!is_valid || !std::isfinite(std::max(best.logit, forbidden))) return {kNotFinite, best.logit, 0.0};
+    if (best.logit == -kInfinity) return {kNoneAllowed, best.logit, 0.0};
     if (sampling_.needs_log_sum(i)) {
       double sum = 0;
-      for (int64_t index = 0; index < chunks_; ++index) {
+      for (int64_t index = 0; index < chunks; ++index) {
         if (chunk[index].largest == -kInfinity) continue;  // nothing to add, and its own sum is not a number
         sum += static_cast<double>(chunk[index].sum) * std::exp(static_cast<double>(chunk[index].largest) - best.logit);
       }
@@ -108,21 +129,56 @@ class Logits {
     return best;
   }
 
-  float ForcedLogitOf(int64_t i) const { return forced_logits_[static_cast<size_t>(i)]; }
+  float ForcedLogitOf(int64_t i) const {
+    if (!sampling_.is_selected(i)) return forced_logits_[static_cast<size_t>(i)];
+    return Row(i, {}).values[sampling_.index_of(i, sampling_.forced_id(i))];
+  }
 
   // The whole row of a sample that needs it.
   ValueRow Row(int64_t i, const Best& best) const {
-    return {kept_.data() + slots_[static_cast<size_t>(i)] * vocab_, vocab_, largest_.data() + i * chunks_, best.logit,
+    return {kept_.data() + slots_[static_cast<size_t>(i)], VocabularyOf(i), largest_.data() + i * chunks_, best.logit,
             best.id};
   }
 
  private:
+  int64_t VocabularyOf(int64_t i) const { return sampling_.is_selected(i) ? sampling_.num_selected(i) : vocab_; }
+
+  // Places the rows that are kept, one behind the other; returns the number of their values.
   int64_t AssignSlots() const {
     int64_t used = 0;
     for (int64_t i = 0; i < sampling_.count(); ++i) {
-      slots_[static_cast<size_t>(i)] = sampling_.needs_row(i) ? used++ : -1;
+      const bool is_kept = sampling_.is_selected(i) || sampling_.needs_row(i);
+      slots_[static_cast<size_t>(i)] = is_kept ? used : -1;
+      used += is_kept ? VocabularyOf(i) : 0;
     }
     return used;
+  }
+
+  // Summarises a chunk without the forbidden tokens of sample i. `sum` is the largest of their logits.
+  LogitSummary SummaryWithout(const Kernels& kernels, int64_t i, int64_t first, int64_t columns, float* logits) const {
+    float largest = -kInfinity;
+    bool has_nan = false;
+    for (int64_t edit = sampling_.first_edit(i); edit < sampling_.end_of_edits(i); ++edit) {
+      const int64_t place = sampling_.edited_id(edit) - first;
+      if (place < 0 || place >= columns) continue;
+      has_nan = has_nan || std::isnan(logits[place]);
+      largest = std::max(largest, logits[place]);
+      logits[place] = -kInfinity;
+    }
+    LogitSummary summary = kernels.summarize(logits, columns, /*with_sum=*/false);
+    summary.sum = largest;
+    summary.invalid |= has_nan;
+    return summary;
+  }
+
+  void SummariseSelected(const Kernels& kernels, int64_t i) const {
+    const ValueRow row = Row(i, {});
+    for (int64_t chunk = 0; chunk < ChunksOf(row.vocab); ++chunk) {
+      const int64_t first = chunk * kChunk, columns = std::min(kChunk, row.vocab - first);
+      const LogitSummary summary = kernels.summarize(row.values + first, columns, sampling_.needs_log_sum(i));
+      summaries_[static_cast<size_t>(i * chunks_ + chunk)] = summary;
+      largest_[static_cast<size_t>(i * chunks_ + chunk)] = summary.largest;
+    }
   }
 
   const SamplingArrays& sampling_;
@@ -150,8 +206,8 @@ class Samples {
   // Computes sample i.
   void Make(const Kernels& kernels, const SamplingArrays& sampling, const Logits& logits, int64_t i) const {
     WriteNeutral(i);
-    const Logits::Best best = logits.BestOf(i);
-    token_ids_[i] = best.id;
+    const Logits::Best best = logits.BestOf(kernels, i);
+    token_ids_[i] = TokenAt(sampling, i, best.id);
     if (best.id < 0) return;
     if (!sampling.needs_row(i)) {
       if (sampling.forced_id(i) >= 0) token_ids_[i] = sampling.forced_id(i);
@@ -161,12 +217,18 @@ class Samples {
     const ValueRow own = logits.Row(i, best);
     if (sampling.is_plain_beam(i)) return MakeBeam(kernels, sampling, i, own, best.log_sum);
     const EditedRow edited(kernels, sampling, i, own, best.log_sum);
-    token_ids_[i] = TokenOf(kernels, sampling, i, edited.row());
-    if (token_ids_[i] >= 0) WriteLogprob(sampling, i, own.values[token_ids_[i]], best.log_sum);
+    const int64_t index = TokenOf(kernels, sampling, i, edited.row());
+    token_ids_[i] = TokenAt(sampling, i, index);
+    if (index >= 0) WriteLogprob(sampling, i, own.values[index], best.log_sum);
     List(kernels, sampling, i, edited.row(), own, best.log_sum);
   }
 
  private:
+  // The token at an index of a sample's row; a negative index has no token.
+  static int64_t TokenAt(const SamplingArrays& sampling, int64_t i, int64_t index) {
+    return sampling.is_selected(i) && index >= 0 ? sampling.selected_ids(i)[index] : index;
+  }
+
   // Values of outputs that were not requested or not found.
   void WriteNeutral(int64_t i) const {
     if (logprobs_ != nullptr) logprobs_[i] = 0.0f;
@@ -188,11 +250,12 @@ class Samples {
     std::sort(list.begin(), list.end(), IsLikelier);
     token_ids_[i] = list.begin()->id;
     WriteLogprob(sampling, i, own.values[token_ids_[i]], log_sum);
-    Write(list, i, own, log_sum, 0.0);
+    Write(sampling, list, i, own, log_sum, 0.0);
   }
 
   static int64_t TokenOf(const Kernels& kernels, const SamplingArrays& sampling, int64_t i, const ValueRow& row) {
-    if (sampling.forced_id(i) >= 0) return sampling.forced_id(i);
+    const int64_t forced = sampling.forced_id(i);
+    if (forced >= 0) return sampling.is_selected(i) ? sampling.index_of(i, forced) : forced;
     if (row.largest == -kInfinity) return kNoneAllowed;
     if (!sampling.is_sampled(i)) return row.likeliest;
     return SampleRow(kernels, row, sampling.sampling(i), sampling.uniform(i));
@@ -204,15 +267,15 @@ class Samples {
     if (sampling.num_logprobs(i) <= 0) return;
     const Shortlist list(kernels, row, std::min(sampling.num_logprobs(i), row.vocab));
     std::sort(list.begin(), list.end(), IsLikelier);
-    Write(list, i, own, log_sum, sampling.is_normalized(i) ? 0.0 : log_sum);
+    Write(sampling, list, i, own, log_sum, sampling.is_normalized(i) ? 0.0 : log_sum);
   }
 
   // Writes the candidates of sample i; a score is the value without `taken`.
-  void Write(const Shortlist& list, int64_t i, const ValueRow& own, double log_sum, double taken) const {
+  void Write(const SamplingArrays& sampling, const Shortlist& list, int64_t i, const ValueRow& own, double log_sum, double taken) const {
     int64_t place = i * width_;
     for (const Candidate* candidate = list.begin(); candidate < list.end(); ++candidate, ++place) {
       if (candidate->value == -kInfinity) return;
-      if (top_ids_ != nullptr) top_ids_[place] = candidate->id;
+      if (top_ids_ != nullptr) top_ids_[place] = TokenAt(sampling, i, candidate->id);
       if (top_logprobs_ != nullptr) top_logprobs_[place] = static_cast<float>(own.values[candidate->id] - log_sum);
       if (top_scores_ != nullptr) top_scores_[place] = static_cast<float>(candidate->value - taken);
     }
@@ -226,6 +289,40 @@ class Samples {
   float* top_scores_;
 };
 
+// Adjacent panels of columns.
+struct PanelRange {
+  int64_t begin;
+  int64_t end;
+};
+
+constexpr size_t kRangesPerTask = 16;
+
+size_t TasksOf(const std::vector<PanelRange>& ranges) { return (ranges.size() + kRangesPerTask - 1) / kRangesPerTask; }
+
+// The panels with a token of any sample's own vocabulary, in ranges of at most kChunkPanels; none if a sample needs the
+// whole vocabulary. A panel's logits do not depend on the others, so neither does a sample on its neighbours.
+std::vector<PanelRange> SelectedPanels(const SamplingArrays& sampling, int64_t panels) {
+  for (int64_t i = 0; i < sampling.count(); ++i) {
+    if (!sampling.is_selected(i)) return {};
+  }
+  std::vector<bool> is_needed(static_cast<size_t>(panels));
+  for (int64_t i = 0; i < sampling.count(); ++i) {
+    const int32_t* ids = sampling.selected_ids(i);
+    for (int64_t k = 0; k < sampling.num_selected(i); ++k) is_needed[static_cast<size_t>(ids[k] / kPanel)] = true;
+  }
+  std::vector<PanelRange> ranges;
+  for (int64_t panel = 0; panel < panels; ++panel) {
+    if (!is_needed[static_cast<size_t>(panel)]) continue;
+    const bool is_next = !ranges.empty() && ranges.back().end == panel;
+    if (is_next && panel - ranges.back().begin < kChunkPanels) {
+      ranges.back().end = panel + 1;
+    } else {
+      ranges.push_back({panel, panel + 1});
+    }
+  }
+  return ranges;
+}
+
 // Runs product(chunk, first panel, last panel, out) for every chunk and samples from its results.
 template <typename Product>
 void SampleAll(const Call& call, const SamplingArrays& sampling, int64_t vocab, float cap, const Product& product) {
@@ -234,16 +331,30 @@ void SampleAll(const Call& call, const SamplingArrays& sampling, int64_t vocab, 
   if (sampling.count() == 0) return;
   const Logits logits(sampling, vocab);
   const int64_t panels = RoundUp(vocab, kPanel) / kPanel;
-  call.Parallel(static_cast<size_t>(logits.chunks()), [&](size_t task) {
-    const auto chunk = static_cast<int64_t>(task);
+  const std::vector<PanelRange> ranges = SelectedPanels(sampling, panels);
+  call.Parallel(ranges.empty() ? static_cast<size_t>(logits.chunks()) : TasksOf(ranges), [&](size_t task) {
     const Scratch<float> columns(static_cast<size_t>(sampling.count() * kChunk));
-    product(chunk * kChunkPanels, std::min((chunk + 1) * kChunkPanels, panels), columns.data());
+    if (!ranges.empty()) {
+      const size_t end = std::min((task + 1) * kRangesPerTask, ranges.size());
+      for (size_t index = task * kRangesPerTask; index < end; ++index) {
+        product(ranges[index].begin, ranges[index].end, columns.data());
+        if (cap != 0.0f) kernels.cap(columns.data(), sampling.count() * kChunk, cap);
+        logits.TakeSelected(ranges[index].begin, ranges[index].end, columns.data(), kChunk);
+      }
+      return;
+    }
+    const auto chunk = static_cast<int64_t>(task);
+    const int64_t begin = chunk * kChunkPanels, end = std::min(begin + kChunkPanels, panels);
+    product(begin, end, columns.data());
     if (cap != 0.0f) kernels.cap(columns.data(), sampling.count() * kChunk, cap);
+    logits.TakeSelected(begin, end, columns.data(), kChunk);
     logits.Take(kernels, chunk, columns.data());
   });
   const auto make = [&](size_t i) { samples.Make(kernels, sampling, logits, static_cast<int64_t>(i)); };
   bool is_heavy = false;
-  for (int64_t i = 0; i < sampling.count(); ++i) is_heavy = is_heavy || sampling.needs_row(i);
+  for (int64_t i = 0; i < sampling.count(); ++i) {
+    is_heavy = is_heavy || (sampling.needs_row(i) && !sampling.is_selected(i));
+  }
   if (is_heavy) {
     call.Parallel(static_cast<size_t>(sampling.count()), make);
   } else {

@@ -58,6 +58,45 @@ SamplingArrays::SamplingArrays(const Call& call, size_t first, int64_t tokens, i
     most_logprobs_ = std::max(most_logprobs_, num_logprobs(i));
   }
   CheckEdits(ids.dims[0], vocab);
+  only_forbids_.resize(static_cast<size_t>(count_));
+  num_selected_.resize(static_cast<size_t>(count_));
+  for (int64_t i = 0; i < count_; ++i) {
+    only_forbids_[static_cast<size_t>(i)] = OnlyForbids(i);
+    num_selected_[static_cast<size_t>(i)] = is_selected(i) ? CheckedSelection(i) : 0;
+  }
+}
+
+bool SamplingArrays::OnlyForbids(int64_t i) const {
+  constexpr int64_t kMost = 64;
+  const int64_t begin = first_edit(i), end = end_of_edits(i);
+  if (end == begin || end - begin > kMost || is_exclusive(i) || is_sampled(i)) return false;
+  if (forced_id(i) >= 0 || needs_log_sum(i)) return false;
+  for (int64_t index = begin; index < end; ++index) {
+    const Edit values = edit(index);
+    if (values.bias != 0.0f || values.penalty != 1.0f || values.shift != -kInfinity) return false;
+  }
+  return true;
+}
+
+int64_t SamplingArrays::CheckedSelection(int64_t i) const {
+  const int32_t *begin = edit_ids_ + first_edit(i), *end = edit_ids_ + end_of_edits(i);
+  const int32_t* last = std::is_sorted_until(begin, end, [](int32_t a, int32_t b) { return a <= b; });
+  const int64_t size = last - begin;
+  Require(size > 0, "edits of a selected sample", i, "it must have an edit for each token of its vocabulary");
+  for (const int32_t* other = last; other < end; ++other) {
+    Require(std::binary_search(begin, last, *other), "edit_ids", *other, "it must be one of the sample's vocabulary");
+  }
+  if (forced_id(i) >= 0) {
+    Require(std::binary_search(begin, last, static_cast<int32_t>(forced_id(i))), "forced_id", forced_id(i),
+            "it must be one of the sample's vocabulary");
+  }
+  return size;
+}
+
+int64_t SamplingArrays::index_of(int64_t i, int64_t id) const {
+  const int32_t *begin = selected_ids(i), *end = begin + num_selected(i);
+  const int32_t* found = std::lower_bound(begin, end, static_cast<int32_t>(id));
+  return found == end || *found != id ? -1 : found - begin;
 }
 
 Edit SamplingArrays::edit(int64_t edit) const {
@@ -73,10 +112,9 @@ void SamplingArrays::CheckSample(int64_t i, int64_t tokens, int64_t vocab) const
   const int64_t most = std::max(vocab, kCandidates);
   Require(num_logprobs(i) >= -1 && num_logprobs(i) <= most, "num_logprobs", num_logprobs(i),
           [&] { return "it must be -1 to " + std::to_string(most); });
-  for (const auto& [param, name] :
-       {std::pair{kIsNormalized, "is_normalized"}, std::pair{kIsExclusive, "is_exclusive"}}) {
-    Require((integer(i, param) & ~1) == 0, name, integer(i, param), "it must be 0 or 1");
-  }
+  Require((integer(i, kIsNormalized) & ~1) == 0, "is_normalized", integer(i, kIsNormalized), "it must be 0 or 1");
+  const int64_t exclusive = integer(i, kIsExclusive);
+  Require(exclusive >= 0 && exclusive <= 2, "is_exclusive", exclusive, "it must be 0, 1 or 2");
   CheckWarpers(i);
 }
 
@@ -117,6 +155,7 @@ EditedRow::EditedRow(const Kernels& kernels, const SamplingArrays& sampling, int
 
 void EditedRow::Fill(const SamplingArrays& sampling, int64_t i, const ValueRow& logits, double log_sum) const {
   const double taken = sampling.is_normalized(i) ? log_sum : 0.0;
+  if (sampling.is_selected(i)) return FillSelected(sampling, i, logits, taken);
   const auto value = [&](int64_t id) { return static_cast<float>(static_cast<double>(logits.values[id]) - taken); };
   const int64_t begin = sampling.first_edit(i), end = sampling.end_of_edits(i);
   if (sampling.is_exclusive(i)) {
@@ -130,6 +169,20 @@ void EditedRow::Fill(const SamplingArrays& sampling, int64_t i, const ValueRow& 
   }
   for (int64_t edit = begin; edit < end; ++edit) {
     float& edited = values_[static_cast<size_t>(sampling.edited_id(edit))];
+    edited = Edited(edited, sampling.edit(edit));
+  }
+}
+
+// A selected sample's row has the values of its own vocabulary; edit number k is that of value k.
+void EditedRow::FillSelected(const SamplingArrays& sampling, int64_t i, const ValueRow& logits, double taken) const {
+  const int64_t begin = sampling.first_edit(i), end = sampling.end_of_edits(i);
+  for (int64_t index = 0; index < logits.vocab; ++index) {
+    values_[static_cast<size_t>(index)] = static_cast<float>(static_cast<double>(logits.values[index]) - taken);
+  }
+  for (int64_t edit = begin; edit < end; ++edit) {
+    const int64_t own = edit - begin;
+    const int64_t index = own < logits.vocab ? own : sampling.index_of(i, sampling.edited_id(edit));
+    float& edited = values_[static_cast<size_t>(index)];
     edited = Edited(edited, sampling.edit(edit));
   }
 }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "kernels.h"
 #include "operator.h"
@@ -36,6 +37,12 @@ class SamplingArrays {
   int64_t num_logprobs(int64_t i) const { return integer(i, kNumLogprobs); }  // -1: none
   bool is_normalized(int64_t i) const { return integer(i, kIsNormalized) != 0; }
   bool is_exclusive(int64_t i) const { return integer(i, kIsExclusive) != 0; }
+  // Returns true for a sample whose vocabulary is the tokens with an edit: the leading edits, by rising id.
+  bool is_selected(int64_t i) const { return integer(i, kIsExclusive) == 2; }
+  int64_t num_selected(int64_t i) const { return num_selected_[static_cast<size_t>(i)]; }
+  const int32_t* selected_ids(int64_t i) const { return edit_ids_ + first_edit(i); }
+  // Index of a token among the selected ones of a sample, -1 if it is none of them.
+  int64_t index_of(int64_t i, int64_t id) const;
   bool is_sampled(int64_t i) const { return real(i, kTemperature) > 0.0f; }
   bool is_edited(int64_t i) const { return is_exclusive(i) || is_normalized(i) || end_of_edits(i) > first_edit(i); }
   // Returns true for a beam whose candidates are wanted and whose values need no edit but the normalisation.
@@ -45,8 +52,10 @@ class SamplingArrays {
   }
   // Returns true for a sample that needs more than the largest logit, the forced token's logit and the sum.
   bool needs_row(int64_t i) const {
-    return num_logprobs(i) > 0 || (forced_id(i) < 0 && (is_sampled(i) || is_edited(i)));
+    return num_logprobs(i) > 0 || (forced_id(i) < 0 && (is_sampled(i) || (is_edited(i) && !only_forbids(i))));
   }
+  // Returns true for a greedy sample that needs nothing but the likeliest token besides a few forbidden ones.
+  bool only_forbids(int64_t i) const { return only_forbids_[static_cast<size_t>(i)]; }
   bool needs_log_sum(int64_t i) const { return num_logprobs(i) >= 0 || is_normalized(i); }
 
   int64_t first_edit(int64_t i) const { return edit_offsets_[i]; }
@@ -68,6 +77,8 @@ class SamplingArrays {
   void CheckSample(int64_t i, int64_t tokens, int64_t vocab) const;
   void CheckWarpers(int64_t i) const;
   void CheckEdits(int64_t room, int64_t vocab) const;
+  bool OnlyForbids(int64_t i) const;
+  int64_t CheckedSelection(int64_t i) const;
 
   int64_t count_;
   int64_t most_logprobs_ = 0;
@@ -78,6 +89,8 @@ class SamplingArrays {
   const int32_t* edit_offsets_;
   const int32_t* edit_ids_;
   const float* edit_values_;  // [E, 3]
+  std::vector<bool> only_forbids_;
+  std::vector<int64_t> num_selected_;
 };
 
 // The values that sample i reads: the model's own logits if nothing is edited, and a copy otherwise.
@@ -90,6 +103,7 @@ class EditedRow {
 
  private:
   void Fill(const SamplingArrays& sampling, int64_t i, const ValueRow& logits, double log_sum) const;
+  void FillSelected(const SamplingArrays& sampling, int64_t i, const ValueRow& logits, double taken) const;
   void Summarize(const Kernels& kernels);
 
   Scratch<float> values_;
