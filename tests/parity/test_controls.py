@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from antiphon.architecture.config import ModelConfig
 from antiphon.bundle.manifest import load_bundle
@@ -24,7 +25,7 @@ from antiphon.export.bundle_model import NativeStepper
 from antiphon.runtime.native import NativeRunner
 from antiphon.server.settings import SHIPPED_BUNDLE
 from antiphon.text.tokenizer import Tokenizer
-from tests.fakes import request_of
+from tests.fakes import changed, request_of
 from tests.marks import marked
 from tests.parity.answers_together import (
     answer,
@@ -95,12 +96,28 @@ def requests_of(served: Served, asked: Sequence[Controls]) -> list[Request]:
     requests: list[Request] = []
     for index, controls in enumerate(asked):
         prefix = controls.get("prefix_ids", ())
-        rest = {name: value for name, value in controls.items() if name != "prefix_ids"}
+        rest = {name: value for name, value in controls.items() if name not in ("prefix_ids", "candidate_ids")}
         params = SamplingParams(**{"max_new_tokens": 20} | rest)
         if params.beam_width == 1:
             params = dataclasses.replace(params, num_logprobs=0)
-        requests.append(request_of(str(index), sources[index % len(sources)], params=params, prefix=prefix))
+        made = request_of(str(index), sources[index % len(sources)], params=params, prefix=prefix)
+        candidates = controls.get("candidate_ids")
+        requests.append(made if candidates is None else changed(made, candidate_ids=np.array(candidates, np.int32)))
     return requests
+
+
+def among(logits_of: LogitsOf, candidate_ids: NDArray[np.int32] | None) -> LogitsOf:
+    """Return the logits of a model whose vocabulary is the candidates."""
+    if candidate_ids is None:
+        return logits_of
+
+    def logits(target: tuple[int, ...]) -> NDArray[np.float32]:
+        own = logits_of(target)
+        masked = np.full_like(own, -np.inf)
+        masked[candidate_ids] = own[candidate_ids]
+        return masked
+
+    return logits
 
 
 def check(served: Served, asked: Sequence[Controls]) -> list[tuple[int, ...]]:
@@ -112,7 +129,8 @@ def check(served: Served, asked: Sequence[Controls]) -> list[tuple[int, ...]]:
     requests, num_ties = requests_of(served, asked), 0
     answers = answer(served.runner, requests)
     for request in requests:
-        logits_of, events = served.sources[request.source_ids], answers[request.request_id]
+        logits_of = among(served.sources[request.source_ids], request.candidate_ids)
+        events = answers[request.request_id]
         found = [event for event in events if event.score is not None]
         outputs = expected(logits_of, request, served.config)
         if [list(event.token_ids) for event in found] == [ids for ids, _ in outputs]:
@@ -212,6 +230,23 @@ def test_every_single_control_gives_the_outputs_of_transformers(family: Served) 
         assert answers[index * len(plain) : (index + 1) * len(plain)] != plain, f"{kind[0]} changed nothing"
     beams: Controls = dict(beam_width=3, num_return_sequences=2)
     check(family, [controls | beams for kind in kinds for controls in kind])
+
+
+def test_every_control_among_candidates_gives_the_outputs_of_transformers(family: Served) -> None:
+    """Each request has candidates of its own; requests without candidates are in the same batch."""
+    dice = random.Random(6)
+    plain = check(family, [{}] * len(family.sources))
+    asked: list[Controls] = []
+    for ids in plain:
+        for controls in (*each_alone(ids, family.config), *dice.sample(searches(), 6)):
+            needed = {family.config.eos_id, controls.get("forced_first_id", 7)}
+            candidates = sorted({*dice.sample(range(3, family.config.vocab_size), dice.randint(12, 40)), *needed})
+            if "allowed_ids" not in controls:
+                asked.append(controls | dict(candidate_ids=candidates))
+    answers = check(family, asked)
+    for controls, token_ids in zip(asked, answers, strict=True):
+        assert set(token_ids) <= {*controls["candidate_ids"]}
+    check(family, [*asked, *[{}] * len(plain)])
 
 
 @pytest.mark.combinations

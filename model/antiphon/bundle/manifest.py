@@ -184,6 +184,7 @@ class GenerationDefaults(_Strict):
     logit_bias: tuple[tuple[int, float], ...] = Field(default=(), max_length=1024)
     stop_ids: tuple[int, ...] = Field(default=(), max_length=16)
     ignore_eos: bool | None = None
+    use_shortlist: bool | None = None
 
 
 class Quality(_Strict):

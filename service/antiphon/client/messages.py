@@ -39,11 +39,15 @@ class Languages:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Usage:
-    """Tokens counted for one request, end tokens included, and the most cache blocks that it held at one time."""
+    """Tokens counted for one request, end tokens included, and the most cache blocks that it held at one time.
+
+    candidate_tokens: number of tokens that could be chosen, with use_shortlist; 0 is the whole vocabulary.
+    """
 
     source_tokens: int
     generated_tokens: int
     cache_blocks: int
+    candidate_tokens: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -316,6 +320,7 @@ def as_usage(usage: inference_pb2.Usage) -> Usage:
         source_tokens=usage.source_tokens,
         generated_tokens=usage.generated_tokens,
         cache_blocks=usage.cache_blocks,
+        candidate_tokens=usage.candidate_tokens,
     )
 
 

@@ -58,6 +58,7 @@ class Options:
     forced_first_id: first token to produce, such as a language code.
     suppressed_ids: tokens that are never chosen.
     allowed_ids: if not empty, the only tokens that are chosen, besides the end token.
+    use_shortlist: only the tokens that the model's shortlist lists for the source, and the end token, are chosen.
     stop_ids: tokens that end an output, like the end token.
     stop_strings: texts that end an output; they are not returned.
     ignore_eos: the end token is never chosen.
@@ -87,6 +88,7 @@ class Options:
     forced_first_id: int | None = None
     suppressed_ids: Sequence[int] | None = None
     allowed_ids: Sequence[int] | None = None
+    use_shortlist: bool | None = None
     stop_ids: Sequence[int] | None = None
     stop_strings: Sequence[str] | None = None
     ignore_eos: bool | None = None

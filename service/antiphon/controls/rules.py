@@ -119,6 +119,13 @@ RULES = (
         lambda p, _: p.forced_first_id is not None and bool(p.allowed_ids) and p.forced_first_id not in p.allowed_ids,
     ),
     Rule(
+        "use_shortlist",
+        "false",
+        "allowed_ids is set",
+        "both list the tokens that can be chosen",
+        lambda p, _: p.use_shortlist and bool(p.allowed_ids),
+    ),
+    Rule(
         "prefix_ids",
         "absent",
         "prefix_text is set",

@@ -201,6 +201,11 @@ class SamplingFields:
         default_text="all",
         transformers="`prefix_allowed_tokens_fn`",
     )
+    use_shortlist: bool = control(
+        False,
+        Kind.SWITCH,
+        "choose only among the likely target tokens of the source's tokens, by the model's shortlist",
+    )
     stop_ids: tuple[int, ...] = control(
         (),
         Kind.TOKEN_IDS,

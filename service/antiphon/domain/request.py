@@ -98,6 +98,8 @@ class Request:
 
     # GENERATE
     params: SamplingParams = _NO_PARAMS
+    candidate_ids: NDArray[np.int32] | None = field(default=None, compare=False)
+    """[C], rising: the only tokens of the model's distribution; None is the whole vocabulary. Not to be changed."""
     stop_matcher: Callable[[], StopMatcher] | None = None
     """Makes the stop string matcher of one output; None if there are no stop strings."""
     is_streamed: bool = False

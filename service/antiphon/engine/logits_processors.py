@@ -22,12 +22,29 @@ class LogitsProcessors:
     """Logits processors of one sequence, updated with every token.
 
     Their cost grows with the tokens that have an edit, not with the tokens produced.
-    is_exclusive: True if tokens without an edit cannot be sampled.
+    is_exclusive: what tokens without an edit are, as the parameter of this name in SamplingArrays.
+    is_constant: True if no token changes the edits.
     """
 
-    def __init__(self, params: SamplingParams, decoder_input_ids: Iterable[int], eos_id: int) -> None:
-        """decoder_input_ids: tokens before the first produced one: the begin token and the prefix."""
-        self.is_exclusive = bool(params.allowed_ids)
+    def __init__(
+        self,
+        params: SamplingParams,
+        decoder_input_ids: Iterable[int],
+        eos_id: int,
+        candidate_ids: NDArray[np.int32] | None = None,
+    ) -> None:
+        """decoder_input_ids: tokens before the first produced one: the begin token and the prefix.
+
+        candidate_ids: as in Request.
+        """
+        self.is_exclusive = 2 if candidate_ids is not None else int(bool(params.allowed_ids))
+        self.is_constant = not (
+            params.presence_penalty
+            or params.frequency_penalty
+            or params.repetition_penalty != 1.0
+            or params.no_repeat_ngram_size
+            or params.min_new_tokens
+        )
         self._params = params
         self._end_ids = (eos_id, *params.stop_ids)
         self._ids = np.zeros(32, np.int32)
@@ -36,12 +53,22 @@ class LogitsProcessors:
         self._tail: tuple[int, ...] = ()  # the last n - 1 tokens
         self._followers: dict[tuple[int, ...], tuple[int, ...]] = {}  # for n - 1 tokens, every token that followed them
         self._num_produced = 0
+        if candidate_ids is not None:
+            self._ids = candidate_ids.astype(np.int32)
+            self._values = np.tile(np.array(_NEUTRAL, np.float32), (len(candidate_ids), 1))
+            self._slots = dict(zip(candidate_ids.tolist(), range(len(candidate_ids)), strict=True))
         self._fill(eos_id)
         for token_id in decoder_input_ids:
             self._remember(token_id)
 
     @classmethod
-    def of(cls, params: SamplingParams, decoder_input_ids: Iterable[int], eos_id: int) -> LogitsProcessors | None:
+    def of(
+        cls,
+        params: SamplingParams,
+        decoder_input_ids: Iterable[int],
+        eos_id: int,
+        candidate_ids: NDArray[np.int32] | None = None,
+    ) -> LogitsProcessors | None:
         """Return the logits processors that the parameters need; None if they need none."""
         is_edited = (
             params.repetition_penalty != 1.0
@@ -53,8 +80,9 @@ class LogitsProcessors:
             or params.suppressed_ids
             or params.allowed_ids
             or params.ignore_eos
+            or candidate_ids is not None
         )
-        return cls(params, decoder_input_ids, eos_id) if is_edited else None
+        return cls(params, decoder_input_ids, eos_id, candidate_ids) if is_edited else None
 
     def push(self, token_id: int) -> None:
         """Update the edits with the token that was sampled."""

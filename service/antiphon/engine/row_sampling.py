@@ -20,6 +20,7 @@ class RowSampling:
     def __init__(self, max_rows: int) -> None:
         self._sampling = neutral_sampling(max_rows)  # without edits of logits processors
         self._processed: list[Sequence] = []  # sequences with logits processors
+        self._edited: tuple[SamplingArrays, SamplingArrays] | None = None  # without and with edits that stay the same
 
     @property
     def arrays(self) -> tuple[NDArray[Any], ...]:
@@ -38,10 +39,11 @@ class RowSampling:
             "forced_id": forced_id(sequence),
             "num_logprobs": -1 if num_logprobs is None else num_logprobs,
             "is_normalized": group.is_beam_search,
-            "is_exclusive": sequence.processors is not None and sequence.processors.is_exclusive,
+            "is_exclusive": 0 if sequence.processors is None else sequence.processors.is_exclusive,
         }
         arrays.float_params[row] = [as_float32(getattr(params, name)) for name in FLOAT_PARAMS]
         arrays.int_params[row] = [ints[name] for name in INT_PARAMS]
+        self._edited = None
         if sequence.processors is not None:
             self._processed.append(sequence)
 
@@ -51,6 +53,7 @@ class RowSampling:
 
     def remove(self, sequence: Sequence) -> None:
         """Forget the logits processors of a sequence that leaves its row."""
+        self._edited = None
         if sequence.processors is not None:
             self._processed.remove(sequence)
 
@@ -74,6 +77,8 @@ class RowSampling:
         """Return the same samples with the edits that logits processors make now."""
         if not self._processed:
             return sampling
+        if self._edited is not None and self._edited[0] is sampling:
+            return self._edited[1]
         counts = np.zeros(len(sampling), np.int32)
         ids, values = [], []
         for sequence in sorted(self._processed, key=Sequence.running_row):
@@ -84,9 +89,12 @@ class RowSampling:
             values.append(edit_values)
         offsets = np.zeros(len(sampling) + 1, np.int32)
         np.cumsum(counts, out=offsets[1:])
-        return dataclasses.replace(
+        edited = dataclasses.replace(
             sampling, edit_offsets=offsets, edit_ids=np.concatenate(ids), edit_values=np.concatenate(values)
         )
+        is_constant = all(sequence.processors.is_constant for sequence in self._processed if sequence.processors)
+        self._edited = (sampling, edited) if is_constant else None
+        return edited
 
 
 def with_scored(sampling: SamplingArrays, rows: list[int], picks: list[int], token_ids: list[int]) -> SamplingArrays:

@@ -240,6 +240,8 @@ def sequences_of(group: SequenceGroup, bos_id: int, eos_id: int) -> tuple[Sequen
     )
     if request.task is Task.GENERATE:
         for sequence in sequences:
-            sequence.processors = LogitsProcessors.of(request.params, request.decoder_input_ids(bos_id), eos_id)
+            sequence.processors = LogitsProcessors.of(
+                request.params, request.decoder_input_ids(bos_id), eos_id, request.candidate_ids
+            )
             sequence.stop_matcher = request.stop_matcher() if request.stop_matcher else None
     return sequences

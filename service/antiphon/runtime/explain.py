@@ -102,8 +102,8 @@ class Edits:
     """[E]"""
     values: NDArray[np.float32] = field(default_factory=lambda: np.zeros((0, 3), np.float32))
     """[E, 3]"""
-    is_exclusive: bool = False
-    """Every token without an edit is forbidden."""
+    is_exclusive: int = 0
+    """What tokens without an edit are, as the parameter of this name in SamplingArrays."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -282,7 +282,7 @@ class NextTokens:
         self, scorer: NextTokenScorer, request: Request, generated_ids: tuple[int, ...], num_tokens: int
     ) -> pb.NextTokenResponse:
         decoder_ids = request.decoder_input_ids(self._model.config.bos_id)
-        edits = _edits(request.params, decoder_ids, generated_ids, self._model.config.eos_id)
+        edits = _edits(request, decoder_ids, generated_ids, self._model.config.eos_id)
         score = scorer.score(request.source_ids, (*decoder_ids, *generated_ids), edits)
         forced_id = None if generated_ids else request.params.forced_first_id
         stages = sampling_stages(score.logprobs, score.scores, _warp(request.params), forced_id=forced_id)
@@ -294,9 +294,9 @@ class NextTokens:
         )
 
 
-def _edits(params: SamplingParams, decoder_ids: Sequence[int], generated_ids: Sequence[int], eos_id: int) -> Edits:
+def _edits(request: Request, decoder_ids: Sequence[int], generated_ids: Sequence[int], eos_id: int) -> Edits:
     """Return the edits of the next token's logits, as a row of the engine has them after the same tokens."""
-    processors = LogitsProcessors.of(params, decoder_ids, eos_id)
+    processors = LogitsProcessors.of(request.params, decoder_ids, eos_id, request.candidate_ids)
     if processors is None:
         return Edits()
     for token_id in generated_ids:

@@ -55,6 +55,8 @@ class ModelInfo:
     """Reads the learned tables of positions by name, see antiphon.bundle.position_tables; None if there are none."""
     generation: GenerationDefaults = NO_DEFAULTS
     """Defaults of generation options."""
+    shortlist: Shortlist | None = None
+    """Likely target tokens of source tokens; None if the bundle has none, or no kernel reads it."""
 
     @property
     def is_decoder_only(self) -> bool:

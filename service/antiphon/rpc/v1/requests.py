@@ -9,9 +9,12 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from antiphon.domain.errors import InvalidArgument, InWords
 from antiphon.domain.request import Arrival, Pooling, Priority, Request, Task
-from antiphon.domain.sampling_params import Controls
+from antiphon.domain.sampling_params import Controls, SamplingParams
 from antiphon.engine.engine import Engine
 from antiphon.rpc.context import RequestContext
 from antiphon.rpc.v1.inputs import HasSource, Inputs, Source
@@ -118,6 +121,7 @@ class RequestReader:
         prefix_ids = await self._inputs.prefix_ids(controls, languages, caller=context.caller)
         source_ids = (await self._inputs.source(message, languages, caller=context.caller)).ids
         detokenizer = self._detokenizer(message, controls, source_ids, prefix_ids)
+        params = languages.params(controls.params, prefix_ids)
         start = start_of(self._model, source_ids, prefix_ids, languages.begin_id)
         request = Request(
             task=Task.GENERATE,
@@ -126,7 +130,8 @@ class RequestReader:
             begin_id=start.begin_id,
             prefix_ids=start.prefix_ids,
             num_prompt_ids=start.num_prompt_ids,
-            params=languages.params(controls.params, prefix_ids),
+            params=params,
+            candidate_ids=self._candidate_ids(params, source_ids),
             stop_matcher=detokenizer.matcher if controls.stop_strings else None,
             is_streamed=is_streamed,
             reports_beam_steps=_reports_beam_steps(message, controls),
@@ -213,6 +218,16 @@ class RequestReader:
             picks=self._masked_positions(message, source),
             num_fillings=message.top_k or DEFAULT_FILLINGS,
         )
+
+    def _candidate_ids(self, params: SamplingParams, source_ids: tuple[int, ...]) -> NDArray[np.int32] | None:
+        """Return the candidates for a source by the model's shortlist, or None if it is not asked for."""
+        if not params.use_shortlist:
+            return None
+        shortlist = self._model.shortlist
+        if shortlist is None:
+            raise InvalidArgument("options.use_shortlist", True, "false: the model has no shortlist, or is on a GPU")
+        forced = () if params.forced_first_id is None else (params.forced_first_id,)
+        return np.union1d(shortlist.candidates(source_ids), (self._model.config.eos_id, *forced)).astype(np.int32)
 
     def _detokenizer(
         self, message: HasOptions, controls: Controls, source_ids: tuple[int, ...], prefix_ids: tuple[int, ...]

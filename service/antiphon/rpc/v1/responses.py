@@ -172,6 +172,7 @@ def usage(request: Request, event: TokenEvent) -> pb.Usage:
         source_tokens=request.num_source_tokens,
         generated_tokens=event.num_generated,
         cache_blocks=event.cache_blocks,
+        candidate_tokens=0 if request.candidate_ids is None else len(request.candidate_ids),
     )
 
 
