@@ -45,8 +45,9 @@ def random_request(dice: random.Random, name: str, runner: NativeRunner) -> Requ
     source = ids(dice.randint(1, runner.facts.max_source_len))
     prefix = ids(dice.choice([0, 0, 1, 3, 8, runner.facts.max_target_len - 1]))
     made = request_of(name, source, params=random_params(dice, runner.facts.vocab_size), prefix=prefix)
-    if not made.params.allowed_ids and dice.random() < 0.3:
-        candidates = dice.sample(range(4, runner.facts.vocab_size), dice.randint(1, 90))
+    own_dice = random.Random(f"{name} {source}")
+    if not made.params.allowed_ids and own_dice.random() < 0.3:
+        candidates = own_dice.sample(range(4, runner.facts.vocab_size), own_dice.randint(1, 90))
         made = changed(made, candidate_ids=np.array(sorted({runner.facts.eos_id, *candidates}), np.int32))
     task = dice.choice([Task.GENERATE] * 8 + [Task.SCORE, Task.EMBED])
     if task is Task.GENERATE:
