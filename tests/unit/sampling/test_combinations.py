@@ -32,6 +32,7 @@ BREACHES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("min_new_tokens", dict(min_new_tokens=5, max_new_tokens=4), {}),
     ("forced_first_id", dict(forced_first_id=5, suppressed_ids=(4, 5)), {}),
     ("forced_first_id", dict(forced_first_id=5, allowed_ids=(4, 6)), {}),
+    ("use_shortlist", dict(use_shortlist=True, allowed_ids=(4, 6)), {}),
     ("prefix_ids", {}, dict(prefix_text="a", prefix_ids=[5])),
 ]
 

@@ -16,6 +16,7 @@ from antiphon.rpc.v1.options import NO_DEFAULTS, default_options
 from antiphon.runtime.explain import NextTokenScorer
 from antiphon.runtime.lanes import AnyRunner
 from antiphon.text.format import TextFormat
+from antiphon.text.shortlist import Shortlist
 from antiphon.text.tokenizer import Tokenizer
 from antiphon.v1 import inference_pb2 as pb
 

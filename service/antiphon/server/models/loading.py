@@ -45,6 +45,7 @@ from antiphon.server.models.memory import (
     weight_bytes,
 )
 from antiphon.server.settings import ModelPlan
+from antiphon.text.shortlist import Shortlist
 from antiphon.text.tokenizer import Tokenizer, open_tokenizer
 from antiphon.v1 import inference_pb2 as pb
 
@@ -203,6 +204,16 @@ def load(plan: ModelPlan, resources: SharedResources) -> LoadedModel:
         raise StartupError(str(error)) from error
 
 
+def _shortlist(bundle: Bundle) -> Shortlist | None:
+    """Map the bundle's shortlist. Raises BundleError if it does not fit the model."""
+    config, name = bundle.manifest.model, bundle.manifest.text.shortlist
+    if name is None:
+        return None
+    return Shortlist.read(
+        bundle.file(name), num_sources=config.resolved_source_vocab_size, num_targets=config.vocab_size
+    )
+
+
 def _open(
     bundle: Bundle, name: str, plan: ModelPlan, resources: SharedResources, backend: _Processor | _Gpu, need: Need
 ) -> LoadedModel:
@@ -224,6 +235,7 @@ def _open(
         scorer=opened.scorer,
         read_position_tables=None if positions is None else partial(read_position_tables, bundle.file(positions)),
         generation=bundle.manifest.generation,
+        shortlist=_shortlist(bundle) if runner.facts.lowering == "native" else None,  # GPUs have no kernel for it
     )
     metrics = _metrics(Metrics(resources.families, name), bundle, graphs, opened.memory)
     metrics.watch_arena(*(lane_runner.workspace for lane_runner in opened.runners))
