@@ -86,7 +86,7 @@ def test_sampling_params_name_the_field_when_a_value_is_out_of_range(field: str,
 
 
 def test_every_field_with_a_range_is_tested() -> None:
-    rest = {"early_stopping", "forced_first_id", "ignore_eos"}
+    rest = {"early_stopping", "forced_first_id", "ignore_eos", "use_shortlist"}
     fields = {field.name for field in dataclasses.fields(SamplingParams)}
     assert fields == INSIDE.keys() | rest == OUTSIDE.keys() | rest
 
