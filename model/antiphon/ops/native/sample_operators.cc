@@ -53,6 +53,14 @@ class PickedHidden {
   const float* data_;
 };
 
+// Samples whose logits a product computes: those of `indices`, or all if it is null.
+struct Subset {
+  const int32_t* indices;
+  int64_t count;
+
+  int64_t operator[](int64_t row) const { return indices == nullptr ? row : indices[row]; }
+};
+
 // Kept parts of the logits: a summary of every sample and chunk, forced tokens' logits, and whole rows where needed.
 class Logits {
  public:
@@ -68,9 +76,10 @@ class Logits {
 
   int64_t chunks() const { return chunks_; }
 
-  // Takes the logits of some panels, [samples, stride], for samples that have a vocabulary of their own.
-  void TakeSelected(int64_t begin, int64_t end, const float* logits, int64_t stride) const {
-    for (int64_t i = 0; i < sampling_.count(); ++i, logits += stride) {
+  // Takes the logits [samples, stride] of some panels for samples that have a vocabulary of their own.
+  void TakeSelected(const Subset& samples, int64_t begin, int64_t end, const float* logits, int64_t stride) const {
+    for (int64_t row = 0; row < samples.count; ++row, logits += stride) {
+      const int64_t i = samples[row];
       if (!sampling_.is_selected(i)) continue;
       const int32_t *ids = sampling_.selected_ids(i), *last = ids + sampling_.num_selected(i);
       float* own = kept_.data() + slots_[static_cast<size_t>(i)];
@@ -289,65 +298,91 @@ class Samples {
   float* top_scores_;
 };
 
-// Adjacent panels of columns.
-struct PanelRange {
-  int64_t begin;
-  int64_t end;
-};
-
-constexpr size_t kRangesPerTask = 16;
-
-size_t TasksOf(const std::vector<PanelRange>& ranges) { return (ranges.size() + kRangesPerTask - 1) / kRangesPerTask; }
-
-// The panels with a token of any sample's own vocabulary, in ranges of at most kChunkPanels; none if a sample needs the
-// whole vocabulary. A panel's logits do not depend on the others, so neither does a sample on its neighbours.
-std::vector<PanelRange> SelectedPanels(const SamplingArrays& sampling, int64_t panels) {
-  for (int64_t i = 0; i < sampling.count(); ++i) {
-    if (!sampling.is_selected(i)) return {};
+// The panels with a token of a sample's own vocabulary, and the samples that need each; none if a sample needs the whole
+// vocabulary. A sample's logits do not depend on other samples or panels, so neither does it on its neighbours.
+class SelectedPanels {
+ public:
+  SelectedPanels(const SamplingArrays& sampling, int64_t panels) {
+    for (int64_t i = 0; i < sampling.count(); ++i) {
+      if (!sampling.is_selected(i)) return;
+    }
+    std::vector<int32_t> ends(static_cast<size_t>(panels) + 1);
+    Each(sampling, [&](int64_t panel, int64_t) { ++ends[static_cast<size_t>(panel) + 1]; });
+    for (int64_t panel = 0; panel < panels; ++panel) {
+      const auto at = static_cast<size_t>(panel);
+      if (ends[at + 1] > 0) {
+        panels_.push_back(panel);
+        starts_.push_back(ends[at]);
+      }
+      ends[at + 1] += ends[at];
+    }
+    starts_.push_back(ends.back());
+    samples_.resize(static_cast<size_t>(ends.back()));
+    Each(sampling, [&](int64_t panel, int64_t i) {
+      samples_[static_cast<size_t>(ends[static_cast<size_t>(panel)]++)] = static_cast<int32_t>(i);
+    });
   }
-  std::vector<bool> is_needed(static_cast<size_t>(panels));
-  for (int64_t i = 0; i < sampling.count(); ++i) {
-    const int32_t* ids = sampling.selected_ids(i);
-    for (int64_t k = 0; k < sampling.num_selected(i); ++k) is_needed[static_cast<size_t>(ids[k] / kPanel)] = true;
-  }
-  std::vector<PanelRange> ranges;
-  for (int64_t panel = 0; panel < panels; ++panel) {
-    if (!is_needed[static_cast<size_t>(panel)]) continue;
-    const bool is_next = !ranges.empty() && ranges.back().end == panel;
-    if (is_next && panel - ranges.back().begin < kChunkPanels) {
-      ranges.back().end = panel + 1;
-    } else {
-      ranges.push_back({panel, panel + 1});
+
+  bool is_empty() const { return panels_.empty(); }
+  size_t tasks() const { return (panels_.size() + kPanelsPerTask - 1) / kPanelsPerTask; }
+
+  // Calls body(panel, samples) for the panels of a task.
+  template <typename Body>
+  void Run(size_t task, const Body& body) const {
+    const size_t end = std::min((task + 1) * kPanelsPerTask, panels_.size());
+    for (size_t index = task * kPanelsPerTask; index < end; ++index) {
+      body(panels_[index], Subset{samples_.data() + starts_[index], starts_[index + 1] - starts_[index]});
     }
   }
-  return ranges;
-}
 
-// Runs product(chunk, first panel, last panel, out) for every chunk and samples from its results.
+ private:
+  static constexpr size_t kPanelsPerTask = 32;
+
+  // Calls body(panel, sample) once for each panel of each sample, sample by sample.
+  template <typename Body>
+  static void Each(const SamplingArrays& sampling, const Body& body) {
+    for (int64_t i = 0; i < sampling.count(); ++i) {
+      const int32_t* ids = sampling.selected_ids(i);
+      int64_t last = -1;
+      for (int64_t k = 0; k < sampling.num_selected(i); ++k) {
+        const int64_t panel = ids[k] / kPanel;
+        if (panel != last) body(last = panel, i);
+      }
+    }
+  }
+
+  std::vector<int64_t> panels_;
+  std::vector<int32_t> starts_;   // of each panel in samples_, and the end
+  std::vector<int32_t> samples_;
+};
+
+// Runs product(samples, first panel, last panel, out, stride, room) for every chunk and samples from its results. room:
+// row_bytes for each sample, rounded up to 16 samples, for the rows of some samples only.
 template <typename Product>
-void SampleAll(const Call& call, const SamplingArrays& sampling, int64_t vocab, float cap, const Product& product) {
+void SampleAll(const Call& call, const SamplingArrays& sampling, int64_t vocab, float cap, size_t row_bytes,
+               const Product& product) {
   const Kernels& kernels = ActiveKernels();
   const Samples samples(call, sampling);
   if (sampling.count() == 0) return;
   const Logits logits(sampling, vocab);
   const int64_t panels = RoundUp(vocab, kPanel) / kPanel;
-  const std::vector<PanelRange> ranges = SelectedPanels(sampling, panels);
-  call.Parallel(ranges.empty() ? static_cast<size_t>(logits.chunks()) : TasksOf(ranges), [&](size_t task) {
+  const SelectedPanels selected(sampling, panels);
+  call.Parallel(selected.is_empty() ? static_cast<size_t>(logits.chunks()) : selected.tasks(), [&](size_t task) {
     const Scratch<float> columns(static_cast<size_t>(sampling.count() * kChunk));
-    if (!ranges.empty()) {
-      const size_t end = std::min((task + 1) * kRangesPerTask, ranges.size());
-      for (size_t index = task * kRangesPerTask; index < end; ++index) {
-        product(ranges[index].begin, ranges[index].end, columns.data());
-        if (cap != 0.0f) kernels.cap(columns.data(), sampling.count() * kChunk, cap);
-        logits.TakeSelected(ranges[index].begin, ranges[index].end, columns.data(), kChunk);
-      }
+    const int64_t room_rows = selected.is_empty() ? 0 : RoundUp(sampling.count(), kPanel);
+    const Scratch<uint8_t> room(static_cast<size_t>(room_rows) * row_bytes);
+    const auto compute = [&](const Subset& samples, int64_t begin, int64_t end, int64_t stride) {
+      product(samples, begin, end, columns.data(), stride, room.data());
+      if (cap != 0.0f) kernels.cap(columns.data(), samples.count * stride, cap);
+      logits.TakeSelected(samples, begin, end, columns.data(), stride);
+    };
+    if (!selected.is_empty()) {
+      selected.Run(task, [&](int64_t panel, const Subset& samples) { compute(samples, panel, panel + 1, kPanel); });
       return;
     }
     const auto chunk = static_cast<int64_t>(task);
     const int64_t begin = chunk * kChunkPanels, end = std::min(begin + kChunkPanels, panels);
-    product(begin, end, columns.data());
-    if (cap != 0.0f) kernels.cap(columns.data(), sampling.count() * kChunk, cap);
-    logits.TakeSelected(begin, end, columns.data(), kChunk);
+    compute({nullptr, sampling.count()}, begin, end, kChunk);
     logits.Take(kernels, chunk, columns.data());
   });
   const auto make = [&](size_t i) { samples.Make(kernels, sampling, logits, static_cast<int64_t>(i)); };
@@ -362,6 +397,15 @@ void SampleAll(const Call& call, const SamplingArrays& sampling, int64_t vocab, 
   }
 }
 
+// The rows of some samples one behind the other, in `room`; all rows as they are.
+const float* Gathered(const Subset& samples, const float* hidden, int64_t width, float* room) {
+  if (samples.indices == nullptr) return hidden;
+  for (int64_t row = 0; row < samples.count; ++row) {
+    std::memcpy(room + row * width, hidden + samples[row] * width, static_cast<size_t>(width) * sizeof(float));
+  }
+  return room;
+}
+
 // The packed weight of the product to logits, by precision, and the product of a chunk of its columns.
 class Float32Logits {
  public:
@@ -372,9 +416,13 @@ class Float32Logits {
       : weight_(CheckedWeight(call.Input(1, "weight", 3), bias, inputs, vocab)) {}
 
   void Sample(const Call& call, const SamplingArrays& sampling, const float* hidden, float cap) const {
-    SampleAll(call, sampling, weight_.outputs, cap, [&](int64_t begin, int64_t end, float* out) {
-      ActiveKernels().float_product(hidden, sampling.count(), weight_, Activation::kNone, begin, end, out, kChunk);
-    });
+    const auto row_bytes = static_cast<size_t>(weight_.inputs) * sizeof(float);
+    const auto product = [&](const Subset& samples, int64_t begin, int64_t end, float* out, int64_t stride,
+                             uint8_t* room) {
+      const float* rows = Gathered(samples, hidden, weight_.inputs, reinterpret_cast<float*>(room));
+      ActiveKernels().float_product(rows, samples.count, weight_, Activation::kNone, begin, end, out, stride);
+    };
+    SampleAll(call, sampling, weight_.outputs, cap, row_bytes, product);
   }
 
  private:
@@ -394,12 +442,38 @@ class Int8Logits {
   void Sample(const Call& call, const SamplingArrays& sampling, const float* hidden, float cap) const {
     const QuantizedBuffer buffer(sampling.count(), weight_.padded_inputs);
     QuantizeAll(call, hidden, inputs_, weight_.padded_inputs, buffer.rows());
-    SampleAll(call, sampling, weight_.outputs, cap, [&](int64_t begin, int64_t end, float* out) {
-      ActiveKernels().quantized_product(buffer.rows(), weight_, Activation::kNone, begin, end, out, kChunk);
-    });
+    // Of each row of `room`: floats, integers, step and zero point.
+    const auto row_bytes = static_cast<size_t>(inputs_) * sizeof(float) + static_cast<size_t>(weight_.padded_inputs) +
+                           sizeof(float) + sizeof(int32_t);
+    const auto product = [&](const Subset& samples, int64_t begin, int64_t end, float* out, int64_t stride,
+                             uint8_t* room) {
+      const QuantizedRows rows = samples.indices == nullptr ? buffer.rows() : Picked(buffer.rows(), samples, hidden, room);
+      ActiveKernels().quantized_product(rows, weight_, Activation::kNone, begin, end, out, stride);
+    };
+    SampleAll(call, sampling, weight_.outputs, cap, row_bytes, product);
   }
 
  private:
+  // Copies the rows of some samples; where a table has a layout of its own, quantises them again, with the same bits.
+  QuantizedRows Picked(const QuantizedRows& all, const Subset& samples, const float* hidden, uint8_t* room) const {
+    const Kernels& kernels = ActiveKernels();
+    const int64_t padded = weight_.padded_inputs, room_rows = RoundUp(samples.count, kPanel);
+    auto* steps = reinterpret_cast<float*>(room);
+    auto* zeros = reinterpret_cast<int32_t*>(steps + room_rows);
+    auto* floats = reinterpret_cast<float*>(zeros + room_rows);
+    const QuantizedRows rows{reinterpret_cast<uint8_t*>(floats + room_rows * inputs_), steps, zeros, samples.count};
+    if (kernels.quantize != kernels.quantize_by_row) {
+      kernels.quantize(Gathered(samples, hidden, inputs_, floats), inputs_, padded, rows, 0, samples.count);
+      return rows;
+    }
+    for (int64_t row = 0; row < samples.count; ++row) {
+      std::memcpy(rows.data + row * padded, all.data + samples[row] * padded, static_cast<size_t>(padded));
+      steps[row] = all.steps[samples[row]];
+      zeros[row] = all.zeros[samples[row]];
+    }
+    return rows;
+  }
+
   QuantizedWeight weight_;
   int64_t inputs_;
 };
