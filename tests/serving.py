@@ -44,6 +44,7 @@ from antiphon.server.app import SERVICES, build_server, build_waits, call_limits
 from antiphon.server.ports import close_port, open_port
 from antiphon.server.settings import ServerConfig
 from antiphon.text.format import TextFormat
+from antiphon.text.shortlist import Shortlist
 from antiphon.text.tokenizer import MASK_TOKEN, Tokenizer, byte_bpe_format, encoder_format
 from antiphon.v1 import inference_pb2 as pb
 from antiphon.v1.inference_pb2_grpc import InferenceServiceStub
@@ -124,6 +125,7 @@ async def serving(
     generation: GenerationDefaults = NO_DEFAULTS,
     text: TextFormat | None = None,
     heads: Sequence[HeadConfig] = (),
+    shortlist: Shortlist | None = None,
     **settings: Any,
 ) -> AsyncIterator[Serving]:
     """Serve a fake model on a free port. At the end, check that every block is free.
@@ -164,6 +166,7 @@ async def serving(
         explainer=explainer,
         scorer=scorer,
         generation=generation,
+        shortlist=shortlist,
     )
     waits = build_waits(config, families)
     pacing = Pacing(max_messages_per_s)

@@ -16,6 +16,7 @@ from antiphon.controls.table import EarlyStopping
 from antiphon.domain.errors import InvalidArgument
 from antiphon.domain.sampling_params import SamplingParams
 from antiphon.rpc.v1.options import default_options, read_options
+from antiphon.text.shortlist import Shortlist
 from antiphon.v1 import inference_pb2 as pb
 from tests.fakes import EOS_ID, FakeClock, FakeRunner
 from tests.serving import (
@@ -315,6 +316,45 @@ def drawn_options(dice: random.Random) -> dict[str, Any]:
     }
     names = dice.sample(sorted(choices), dice.choice([1, 2, 3, 5]))
     return {name: dice.choice(choices[name]) for name in names} | {"seed": dice.randrange(2**64)}
+
+
+async def test_shortlist_makes_the_vocabulary_of_a_request_by_its_source() -> None:
+    """Two sources of the same batch have different candidates; the others' answers stay as they are."""
+    num_ids = tiny_tokenizer().vocab_size
+    pairs = {9: (40, 41, 45), 30: (41, 50, 51), 31: (), 32: (60, 70)}
+    sources, targets = zip(*((source, target) for source, ids in pairs.items() for target in ids), strict=True)
+    shortlist = Shortlist.of_pairs(sources, targets, num_sources=num_ids, always=(20, 21))
+    candidates = {(9, 30, 31): {20, 21, 40, 41, 45, 50, 51}, (9, 32): {20, 21, 40, 41, 45, 60, 70}}
+    async with serving(prepare=reads_history, shortlist=shortlist) as served:
+        stub = stub_of(served)
+        for options in (dict(num_logprobs=3), dict(num_logprobs=3, forced_first_id=99), BEAMS):
+            asked = [asking_whole(ids, use_shortlist=True, **options) for ids in candidates]
+            answers = await asyncio.gather(*(stub.GenerateUnary(one) for one in [*asked, asking_whole(**options)]))
+            for answer, (ids, allowed) in zip(answers, candidates.items(), strict=False):
+                expected = allowed | {EOS_ID} | ({99} if "forced_first_id" in options else set())
+                assert answer.usage.candidate_tokens == len(expected)
+                assert {token_id for output in answer.outputs for token_id in output.token_ids} <= expected
+                history = [1]
+                for one in answer.outputs[0].logprobs:
+                    logits = served.runner.logits_after((*ids, EOS_ID), history)[sorted(expected)]
+                    assert one.logprob == pytest.approx(
+                        log_softmax(logits)[sorted(expected).index(one.token_id)], abs=1e-5
+                    )
+                    assert {other.token_id for other in one.alternatives} <= expected
+                    history.append(one.token_id)
+            assert answers[-1].usage.candidate_tokens == 0
+            alone = await stub.GenerateUnary(asking_whole(**options))
+            assert [list(output.token_ids) for output in alone.outputs] == [
+                list(output.token_ids) for output in answers[-1].outputs
+            ]
+
+
+async def test_shortlist_is_refused_by_name_where_the_model_has_none() -> None:
+    async with serving() as served:
+        error = await refusal(stub_of(served).GenerateUnary(asking_whole(use_shortlist=True)))
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert details_of(error).field == "options.use_shortlist"
+    assert "the model has no shortlist" in (error.details() or "")
 
 
 async def test_any_controls_get_equal_unary_and_streamed_answers_or_a_named_refusal() -> None:
