@@ -259,6 +259,17 @@ sacreBLEU and chrF; --json prints one object per system""",
   antiphon prune CHECKPOINT OUTPUT --heads 6 --source news.en --reference news.de
   antiphon export OUTPUT BUNDLE             the output is a normal checkpoint""",
     ),
+    "shortlist": Subcommand(
+        module="antiphon.training.shortlist",
+        extra="server,train",
+        summary="learn a model's lexical shortlist from sentence pairs",
+        examples="""\
+  antiphon shortlist BUNDLE --source train.en --reference train.de        writes it into the bundle
+  antiphon shortlist CHECKPOINT --source train.en --reference train.de    antiphon export copies it
+  antiphon shortlist BUNDLE --source train.en --reference train.de --best 100 --frequent 200
+
+prints the number of candidates, and the share of the reference tokens among them, for pairs that it did not learn""",
+    ),
     "profile": Subcommand(
         module="antiphon.export.profile",
         extra="server,train",
