@@ -189,7 +189,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("best", 50, "target tokens of each source token, the likeliest ones"),
         ("frequent", 50, "target tokens that every source has, the most frequent ones"),
         ("iterations", 5, "iterations of EM"),
-        ("pairs", 200_000, "maximum number of pairs, of which others are left out at random"),
+        ("pairs", 100_000, "maximum number of pairs, of which others are left out at random"),
     ):
         parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"{what} (default: {default})")
 
