@@ -133,6 +133,7 @@ def check_covered(config: ModelConfig) -> None:
         ("activation_dropout", config.activation_dropout, (False,)),
         ("embedding_norm", config.embedding_norm, (False,)),
         ("residual", config.residual, (True,)),
+        ("decoder_self", config.decoder_self, ("attention",)),
         ("module_heads", config.module_heads, (None,)),
     ):
         if value not in covered:

@@ -35,6 +35,7 @@ _CONVERTIBLE: dict[str, tuple[str, ...]] = {
     "architecture": ("encoder-decoder",),
     "positions": ("sinusoidal", "learned", "t5_relative", "rope"),
     "activation": tuple(ACTIVATIONS),
+    "decoder_self": ("attention",),
 }
 
 VARIABLE = "CT2_FORCE_CPU_ISA"
