@@ -162,7 +162,11 @@ def test_longest_length_is_0_if_the_weights_alone_do_not_fit() -> None:
 
 @pytest.mark.parametrize(
     ("changes", "message"),
-    [(dict(positions="alibi"), "positions='alibi' is not covered"), (dict(norm="rmsnorm"), "norm='rmsnorm'")],
+    [
+        (dict(positions="alibi"), "positions='alibi' is not covered"),
+        (dict(norm="rmsnorm"), "norm='rmsnorm'"),
+        (dict(decoder_self="ssru"), "decoder_self='ssru' is not covered"),
+    ],
 )
 def test_arithmetic_refuses_models_that_it_does_not_describe(changes: dict[str, object], message: str) -> None:
     config: ModelConfig = preset("tiny", **changes)
