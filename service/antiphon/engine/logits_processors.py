@@ -22,7 +22,7 @@ class LogitsProcessors:
     """Logits processors of one sequence, updated with every token.
 
     Their cost grows with the tokens that have an edit, not with the tokens produced.
-    is_exclusive: what tokens without an edit are, as the parameter of this name in SamplingArrays.
+    is_exclusive: kind of the tokens without an edit, as the parameter of this name in SamplingArrays.
     is_constant: True if no token changes the edits.
     """
 

@@ -103,7 +103,7 @@ class Edits:
     values: NDArray[np.float32] = field(default_factory=lambda: np.zeros((0, 3), np.float32))
     """[E, 3]"""
     is_exclusive: int = 0
-    """What tokens without an edit are, as the parameter of this name in SamplingArrays."""
+    """Kind of the tokens without an edit, as the parameter of this name in SamplingArrays."""
 
 
 @dataclass(frozen=True, slots=True)
