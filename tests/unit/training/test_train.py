@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from antiphon.architecture.config import preset
+from antiphon.architecture.config import DecoderSelf, preset
 from antiphon.bundle.manifest import Precision
 from antiphon.checkpoints.checkpoint import average_weights, load_checkpoint, read_tensors
 from antiphon.cli.main import main
@@ -138,8 +138,14 @@ def test_two_processes_train_equal_weights(tmp_path: Path) -> None:
 
 
 @pytest.mark.training
-def test_training_learns_the_language(tmp_path: Path) -> None:
-    checkpoint = load_checkpoint(train(tmp_path, "run", max_steps=600, peak_lr=1e-2, checkpoint_every_steps=200))
+@pytest.mark.parametrize("decoder_self", ["attention", "ssru", "average"])
+def test_training_learns_the_language(tmp_path: Path, decoder_self: DecoderSelf) -> None:
+    recipe = make_recipe(tmp_path, max_steps=600, peak_lr=1e-2, checkpoint_every_steps=200)
+    recipe = recipe.model_copy(update={"model": {**recipe.model, "decoder_self": decoder_self}})
+    averaged = Trainer(recipe, tmp_path, tmp_path / "run", GROUP).run()
+    assert averaged is not None
+    checkpoint = load_checkpoint(averaged)
+    assert checkpoint.config.decoder_self == decoder_self
     tokenizer = checkpoint.tokenizer
     texts = ["red house", "old green tree blue", "new new red"]
     sources = [[*tokenizer.encode(text), tokenizer.eos_id] for text in texts]
