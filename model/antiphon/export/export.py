@@ -34,7 +34,7 @@ from antiphon.bundle.manifest import (
     write_manifest,
 )
 from antiphon.checkpoints.checkpoint import Checkpoint, load_checkpoint, with_lengths
-from antiphon.errors import ExportError, ModelError
+from antiphon.errors import ExportError, ModelError, VerificationError
 from antiphon.export.cuda_lowering import check_config, lower_for_cuda
 from antiphon.export.explain import store_packed, trace_explain, verify_explain
 from antiphon.export.positions import position_graph, verify_positions
@@ -70,7 +70,8 @@ def export_bundle(
     name: name of the bundle; None: the directory's name
     overwrite: replace a bundle at `target`; any other target that is not empty is always refused
     check: further check of the complete bundle, called with its directory before it is moved to `target`
-    Raises ExportError, BundleError, or VerificationError when a graph disagrees with the model.
+    Raises ExportError, BundleError, or VerificationError when a float32 graph, or every graph, disagrees with the model.
+    Other precisions that disagree are left out with a line on standard error.
     """
     target = target.resolve()
     name = target.name if name is None else name
@@ -81,7 +82,7 @@ def export_bundle(
     try:
         work.chmod(0o755)
         graphs = write_graphs(checkpoint.model, work, precisions, lowerings, cache, explain=explain)
-        _verify(checkpoint.model, work, graphs)
+        graphs = _verified(checkpoint.model, work, graphs)
         add_metadata(checkpoint, work, graphs, name)
         manifest = load_bundle(work).manifest
         if check is not None:
@@ -95,16 +96,49 @@ def export_bundle(
     return Bundle(path=target, manifest=manifest)
 
 
-def _verify(model: Transformer, directory: Path, graphs: Sequence[GraphSet]) -> None:
-    """Compare every graph with the model, and shared graphs only once. Raises VerificationError."""
-    check = verify_encoder if model.config.architecture == "encoder" else verify
+def _verified(model: Transformer, directory: Path, graphs: Sequence[GraphSet]) -> list[GraphSet]:
+    """Compare every graph with the model and return the sets that agree, at least one.
+
+    A set that disagrees is left out with a line on standard error, and its files are deleted, if others are left and
+    its numbers are rounded. Float32 graphs that disagree are wrong. Raises VerificationError for them, or for the last.
+    """
+    kept, failures = [], []
     for graph_set in tqdm(graphs, desc="verify", unit="graph set", disable=None):
-        check(directory, graph_set, model)
+        try:
+            _verify(model, directory, graph_set)
+        except VerificationError as error:
+            if graph_set.precision == "float32":
+                raise
+            failures.append((graph_set, error))
+        else:
+            kept.append(graph_set)
+    if failures and not kept:
+        raise failures[0][1]
     if (directory / POSITIONS_NAME).exists():
         verify_positions(directory / POSITIONS_NAME, model)
-    for name, precision in {graph_set.explain: graph_set.precision for graph_set in graphs}.items():
+    for graph_set, error in failures:
+        print(f"note: {graph_set.lowering} {graph_set.precision} is left out: {error}", file=sys.stderr)
+        _delete(directory, graph_set)
+    return kept
+
+
+def _verify(model: Transformer, directory: Path, graphs: GraphSet) -> None:
+    """Compare the graphs of a set with the model. Raises VerificationError."""
+    check = verify_encoder if model.config.architecture == "encoder" else verify
+    check(directory, graphs, model)
+    if graphs.explain is not None:
+        verify_explain(directory / graphs.explain, model, graphs.precision)
+
+
+def _delete(directory: Path, graphs: GraphSet) -> None:
+    """Delete the files of a set; its weights stay if the graph of positions reads them."""
+    names = [graphs.encoder, graphs.decoder, graphs.explain, *graphs.heads.values()]
+    for name in names:
         if name is not None:
-            verify_explain(directory / name, model, precision)
+            (directory / name).unlink()
+    weights, positions = _weights_name(graphs.lowering, graphs.precision), directory / POSITIONS_NAME
+    if not positions.exists() or weights.encode() not in positions.read_bytes():
+        (directory / weights).unlink()
 
 
 def check_target(target: Path, name: str, *, overwrite: bool) -> None:
@@ -174,7 +208,7 @@ def write_graphs(
         if not _has_graphs(lowering, precision):
             continue
         graphs = _graph_set(model.config, lowering, precision, cache)
-        with WeightsFile(directory / f"weights.{lowering}.{precision}.bin") as weights:
+        with WeightsFile(directory / _weights_name(lowering, precision)) as weights:
             if positions is not None and not (directory / POSITIONS_NAME).exists():
                 weights.save(positions, directory / POSITIONS_NAME)
             for part in parts:
@@ -197,6 +231,10 @@ def _trace(model: Transformer, part: Part | Task) -> ir.Model:
 
 def _graph_name(part: Part | Task, lowering: Lowering, precision: Precision) -> str:
     return f"{part}.{lowering}.{precision}.onnx"
+
+
+def _weights_name(lowering: Lowering, precision: Precision) -> str:
+    return f"weights.{lowering}.{precision}.bin"
 
 
 def _graph_set(config: ModelConfig, lowering: Lowering, precision: Precision, cache: CacheType | None) -> GraphSet:
