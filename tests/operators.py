@@ -230,6 +230,9 @@ def packed(operator: Operator, unpacked: Call, precision: str) -> Call:
         parts = packed_weight(array, precision, name.removesuffix("weight"))
         arrays |= {part.name: parts[part.name] for part in weights[name].inputs(precision)}
         attributes |= zip(weights[name].sizes, array.shape, strict=False)
+    for weight in weights.values():
+        for port in weight.outlier_inputs(precision):
+            arrays[port.name] = None
     return arrays, attributes
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,14 @@ from antiphon.bundle.manifest import Bundle, Lowering, Precision, Provenance, lo
 from antiphon.checkpoints.checkpoint import Checkpoint
 from antiphon.errors import ExportError, VerificationError
 from antiphon.export import export, ports, trace
+from antiphon.export.calibration import find_outliers
 from antiphon.export.export import export_bundle
+from antiphon.export.verify import TOLERANCES, Tolerance, verify
 from antiphon.transformer.random_model import random_transformer
 from antiphon.transformer.transformer import Transformer
 from tests.parity.exports import small_config
+
+COLUMNS = [3, 20, 41]
 
 
 def parse(*arguments: object) -> argparse.Namespace:
@@ -121,6 +126,50 @@ def test_export_refuses_graphs_that_disagree_with_the_model(
     with pytest.raises(VerificationError, match="native float32 graphs disagree with the model: a logit is off"):
         export_bundle(checkpoint, tmp_path / "bundle", precisions=("float32",))
     assert not list(tmp_path.iterdir())
+
+
+def with_outliers(checkpoint: Checkpoint) -> Checkpoint:
+    """Return a model of the same function with values of attention that are 1,000 times larger."""
+    model = deepcopy(checkpoint.model)
+    assert model.encoder is not None
+    assert model.decoder is not None
+    width = checkpoint.config.d_model
+    for layer in [*model.encoder.layers, *model.decoder.layers]:
+        attention = layer.self_attention
+        attention.qkv.weight.data[[2 * width + column for column in COLUMNS]] *= 1000
+        attention.out.weight.data[:, COLUMNS] /= 1000
+    return replace(checkpoint, model=model)
+
+
+def test_export_keeps_outliers_in_float32(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    model = with_outliers(checkpoint).model
+    outliers = find_outliers(model)
+    products = [layer.self_attention.out.weight for layer in model.encoder.layers]
+    assert all(set(COLUMNS) <= set(outliers[weight.data_ptr()].tolist()) for weight in products)
+    assert not any(len(columns) for columns in find_outliers(checkpoint.model).values())
+    errors = []
+    for name, calibrated in (("with", True), ("without", False)):
+        (tmp_path / name).mkdir()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(TOLERANCES, "int8", Tolerance(max_error=np.inf, rms_error=np.inf, min_agreement=0))
+            if not calibrated:
+                patch.setattr(export, "find_outliers", lambda *_: {})
+            (graphs,) = export.write_graphs(model, tmp_path / name, ("int8",), ("native",))
+            errors.append(verify(tmp_path / name, graphs, model).rms_error)
+    assert errors[0] < errors[1] / 4
+
+
+def test_export_leaves_out_a_precision_that_disagrees(
+    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    strict = Tolerance(max_error=1e-6, rms_error=1e-6, min_agreement=1)
+    monkeypatch.setitem(TOLERANCES, "int8", strict)
+    written = export_bundle(checkpoint, tmp_path / "bundle", precisions=("int8", "float32"), explain=False)
+    assert [graphs.precision for graphs in written.manifest.graphs] == ["float32"]
+    assert not [path for path in written.path.iterdir() if path.suffix == ".onnx" and "int8" in path.name]
+    assert "native int8 is left out: native int8 graphs disagree with the model" in capsys.readouterr().err
+    with pytest.raises(VerificationError, match="native int8 graphs disagree"):
+        export_bundle(checkpoint, tmp_path / "alone", precisions=("int8",), explain=False)
 
 
 def test_export_refuses_an_existing_directory(checkpoint: Checkpoint, tmp_path: Path) -> None:

@@ -233,3 +233,24 @@ def test_packed_attention_propagates_every_nan(bits: int) -> None:
     (found,) = run_node("DisentangledAttention", arrays, num_heads=2, scale=0.35)
     assert np.isnan(found[:, :8]).all()
     assert np.isfinite(found[:, 8:]).all()
+
+
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+@pytest.mark.parametrize("rows", [1, 2, 16, 33, 200])
+def test_outliers_of_an_integer_product_are_multiplied_in_float32(precision: Precision, rows: int) -> None:
+    """The other inputs are quantised as in a row without the outliers, whatever the outliers are."""
+    x, weight, bias, columns = normal(rows, 150), normal(100, 150), normal(100), ints(0, 17, 149)
+    x[:, columns] *= 300
+    rest = x.copy()
+    rest[:, columns] = 0
+    node, parts = f"{NODE_PREFIXES[precision]}Linear", {**packed_weight(weight, precision), "bias": bias}
+    kept = {"outlier_inputs": columns, "outlier_weight": pack_float(np.ascontiguousarray(weight[:, columns]))}
+    attributes: dict[str, Any] = dict(width=100, activation="none")
+    (found,) = run_node(node, {"x": x, **parts, **kept}, **attributes)
+    (alone,) = run_node(node, {"x": x[-1:], **parts, **kept}, threads=2, **attributes)
+    np.testing.assert_array_equal(alone, found[-1:])
+    (others,) = run_node(node, {"x": rest, **parts}, **attributes)
+    np.testing.assert_allclose(found, others + x[:, columns] @ weight[:, columns].T, rtol=1e-5, atol=2e-3)
+    (rounded,) = run_node(node, {"x": x, **parts}, **attributes)
+    exact = x @ weight.T + bias
+    assert np.square(found - exact).mean() < np.square(rounded - exact).mean() / (100 if precision == "int8" else 10)

@@ -35,12 +35,14 @@ from antiphon.bundle.manifest import (
 )
 from antiphon.checkpoints.checkpoint import Checkpoint, load_checkpoint, with_lengths
 from antiphon.errors import ExportError, ModelError, VerificationError
+from antiphon.export.calibration import TEXTS, find_outliers
 from antiphon.export.cuda_lowering import check_config, lower_for_cuda
 from antiphon.export.explain import store_packed, trace_explain, verify_explain
 from antiphon.export.positions import position_graph, verify_positions
 from antiphon.export.trace import trace_decoder, trace_encoder, trace_head
 from antiphon.export.verify import verify, verify_encoder
-from antiphon.export.weights import WeightsFile, pack_weights
+from antiphon.export.weights import NO_OUTLIERS, Outliers, WeightsFile, pack_weights
+from antiphon.text.tokenizer import encode_sources
 from antiphon.transformer.transformer import Transformer
 
 PRECISIONS: tuple[Precision, ...] = ("float32", "int8")  # default of a bundle
@@ -70,8 +72,8 @@ def export_bundle(
     name: name of the bundle; None: the directory's name
     overwrite: replace a bundle at `target`; any other target that is not empty is always refused
     check: further check of the complete bundle, called with its directory before it is moved to `target`
-    Raises ExportError, BundleError, or VerificationError when a float32 graph, or every graph, disagrees with the model.
-    Other precisions that disagree are left out with a line on standard error.
+    Raises ExportError, BundleError, or VerificationError when a float32 graph, or every graph, disagrees with
+    the model. Other precisions that disagree are left out with a line on standard error.
     """
     target = target.resolve()
     name = target.name if name is None else name
@@ -81,7 +83,10 @@ def export_bundle(
     work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
         work.chmod(0o755)
-        graphs = write_graphs(checkpoint.model, work, precisions, lowerings, cache, explain=explain)
+        sources = encode_sources(checkpoint.tokenizer, checkpoint.text, TEXTS)
+        graphs = write_graphs(
+            checkpoint.model, work, precisions, lowerings, cache, explain=explain, calibration=sources
+        )
         graphs = _verified(checkpoint.model, work, graphs)
         add_metadata(checkpoint, work, graphs, name)
         manifest = load_bundle(work).manifest
@@ -195,14 +200,20 @@ def write_graphs(
     cache: CacheType | None = None,
     *,
     explain: bool = False,
+    calibration: Sequence[Sequence[int]] | None = None,
 ) -> list[GraphSet]:
-    """Trace the model and write its graphs and weights; arguments as for `export_bundle`. Verifies nothing."""
+    """Trace the model and write its graphs and weights; arguments as for `export_bundle`. Verifies nothing.
+
+    calibration: sources of token ids, over which the outliers of integer products are found; None: random ids.
+    """
     parts = (*model.config.parts, *(head.task for head in model.config.heads))
     traced = {part: _trace(model, part) for part in tqdm(parts, desc="trace", unit="graph", disable=None)}
     # An explain graph needs weights that a CPU reads, and returns one tensor for layers of equal numbers of heads.
     is_explained = explain and "native" in lowerings and model.config.module_heads is None
     explain_graph = trace_explain(model) if is_explained else None
     positions = position_graph(model)
+    has_integers = any(precision in ("int8", "int4") for precision in precisions)
+    outliers = find_outliers(model, calibration) if has_integers else NO_OUTLIERS
     sets = []
     for precision, lowering in itertools.product(precisions, lowerings):
         if not _has_graphs(lowering, precision):
@@ -212,7 +223,7 @@ def write_graphs(
             if positions is not None and not (directory / POSITIONS_NAME).exists():
                 weights.save(positions, directory / POSITIONS_NAME)
             for part in parts:
-                finished = _at_precision(traced[part], part, model.config, graphs)
+                finished = _at_precision(traced[part], part, model.config, graphs, outliers)
                 weights.save(finished, directory / _graph_name(part, lowering, precision))
             if explain_graph is not None and lowering == "native" and precision != "int4":
                 graphs = graphs.model_copy(update={"explain": f"explain.{precision}.onnx"})
@@ -252,12 +263,14 @@ def _graph_set(config: ModelConfig, lowering: Lowering, precision: Precision, ca
     )
 
 
-def _at_precision(model: ir.Model, part: Part | Task, config: ModelConfig, graphs: GraphSet) -> ir.Model:
+def _at_precision(
+    model: ir.Model, part: Part | Task, config: ModelConfig, graphs: GraphSet, outliers: Outliers
+) -> ir.Model:
     """Return a copy of a traced graph at the precision of its set."""
     if graphs.lowering == "cuda":
         return lower_for_cuda(model, config, part, graphs.precision)
     copy = model.clone()
-    pack_weights(copy, graphs.precision)
+    pack_weights(copy, graphs.precision, outliers)
     if graphs.cache is not None:
         _set_cache_type(copy, graphs.cache)
     return copy

@@ -19,9 +19,10 @@ Axes: O outputs (V of an embedding), K inputs (M of an embedding).
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -143,12 +144,16 @@ def _padded(matrix: NDArray[_Number], rows: int, columns: int) -> NDArray[_Numbe
     return np.pad(matrix, extra) if any(behind for _, behind in extra) else matrix
 
 
+Outliers = Mapping[int, NDArray[np.int32]]
+"""Inputs of a product that stay float32, in rising order, by the address of its weight [O, K]."""
+NO_OUTLIERS: Outliers = MappingProxyType({})
+
 _WITH_WEIGHT = {operator.node_name: operator for operator in OPERATORS if operator.weights}
 
 
-def pack_weights(model: ir.Model, precision: Precision) -> None:
+def pack_weights(model: ir.Model, precision: Precision, outliers: Outliers = NO_OUTLIERS) -> None:
     """Pack every weight of a native graph in place; for integer weights, use the quantised operators."""
-    work = _Packer(model.graph, precision)
+    work = _Packer(model.graph, precision, outliers)
     for node in list(model.graph):
         if node.domain == DOMAIN and node.op_type in _WITH_WEIGHT:
             work.replace(node, _WITH_WEIGHT[node.op_type])
@@ -158,10 +163,11 @@ def pack_weights(model: ir.Model, precision: Precision) -> None:
 class _Packer:
     """One pass over one graph; a weight that several operators read is packed once."""
 
-    def __init__(self, graph: ir.Graph, precision: Precision) -> None:
+    def __init__(self, graph: ir.Graph, precision: Precision, outliers: Outliers) -> None:
+        self.outliers = outliers
         self.edit = Editor(graph)
         self.precision = precision
-        self.packed: dict[tuple[int, tuple[int, ...], Precision], tuple[ir.Value, ...]] = {}
+        self.packed: dict[tuple[int, tuple[int, ...], str], tuple[ir.Value, ...]] = {}
 
     def replace(self, node: ir.Node, operator: Operator) -> None:
         """Replace an operator that reads weights [O, K] by the one that reads the packed weights."""
@@ -171,6 +177,7 @@ class _Packer:
         weights = {weight.name: weight for weight in operator.weights}
         attributes = {key: attribute.value for key, attribute in node.attributes.items()}
         inputs: list[ir.Value | None] = []
+        kept: list[ir.Value | None] = []
         for port, value in zip(operator.inputs, node.inputs, strict=False):
             if port.name not in weights:
                 inputs.append(value)
@@ -179,11 +186,28 @@ class _Packer:
             assert array is not None, f"{node.op_type} {node.name}: {port.name} is not a constant"
             weight = weights[port.name]
             inputs += self._packed(value, array, precision)[: len(weight.parts[precision])]
+            kept += self._outliers(value, array, len(weight.outlier_inputs(precision)))
             attributes.update(zip(weight.sizes, array.shape, strict=False))
+        if any(value is not None for value in kept):
+            inputs += [None] * (len(operator.inputs) - len(node.inputs)) + kept
         outputs = self.edit.emit_many(node, packed.name, inputs, attributes, len(node.outputs), domain=DOMAIN)
         for old, new in zip(node.outputs, outputs, strict=True):
             take_over(old, new)
         self.edit.graph.remove(node, safe=True)
+
+    def _outliers(self, value: ir.Value | None, array: Floats, count: int) -> Sequence[ir.Value | None]:
+        """Return the `count` inputs for a weight's outliers: columns and their weights, or None."""
+        columns = self.outliers.get(array.ctypes.data)
+        if not count or columns is None or not len(columns):
+            return (None,) * count
+        key = (array.ctypes.data, array.shape, "outliers")
+        if key not in self.packed:
+            name = "weight" if value is None or value.name is None else value.name
+            self.packed[key] = (
+                self.edit.constant(columns, f"{name}.outlier_inputs"),
+                self.edit.constant(pack_float(np.ascontiguousarray(array[:, columns])), f"{name}.outlier_weight"),
+            )
+        return self.packed[key]
 
     def _packed(self, value: ir.Value | None, array: Floats, precision: Precision) -> tuple[ir.Value, ...]:
         """Return the inputs that represent a weight; tied weights can be several initialisers of one tensor."""

@@ -87,16 +87,26 @@ class PackedWeight:
     name: name of the input: "weight", or with a prefix that the names of the parts get too.
     sizes: attributes that packing adds to the node: the weight's outputs, then its inputs, before padding.
     parts: by precision, the inputs of the node in place of the weight. A precision that is missing has no kernel.
+    outliers: optional inputs at the end of the node, with integer weights, for inputs of the product that stay float32.
+        Graphs that were exported before these inputs existed end before them.
     """
 
     name: str = "weight"
     sizes: tuple[str, ...]
     parts: Mapping[str, tuple[Input, ...]]
+    outliers: tuple[Input, ...] = ()
 
     def inputs(self, precision: str) -> tuple[Input, ...]:
         """Return the inputs in place of the weight, with its prefix."""
+        return self._prefixed(self.parts[precision])
+
+    def outlier_inputs(self, precision: str) -> tuple[Input, ...]:
+        """Return the inputs at the end of the node, with the weight's prefix."""
+        return () if precision == "float32" else self._prefixed(self.outliers)
+
+    def _prefixed(self, parts: Sequence[Input]) -> tuple[Input, ...]:
         prefix = self.name.removesuffix("weight")
-        return tuple(replace(part, name=prefix + part.name) for part in self.parts[precision])
+        return tuple(replace(part, name=prefix + part.name) for part in parts)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,7 +163,10 @@ class Operator:
         return replace(
             node,
             name=NODE_PREFIXES[precision] + node.name,
-            inputs=tuple(part for port in node.inputs for part in packed.get(port.name, (port,))),
+            inputs=(
+                *(part for port in node.inputs for part in packed.get(port.name, (port,))),
+                *(part for weight in self.weights for part in weight.outlier_inputs(precision)),
+            ),
             attributes=(*node.attributes, *sizes),
         )
 

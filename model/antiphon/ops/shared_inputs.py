@@ -2,7 +2,7 @@
 
 Axes: N packed tokens; B sources, R rows, X width of a block table, H heads, C heads of the pool, D head width, T
 positions, L layers; K samples, E edits, k candidates. Of a packed weight: O outputs (V of an embedding), K inputs (M of
-an embedding); Op is O rounded up to 16, Kp is K rounded up to 64.
+an embedding); Op is O rounded up to 16, Kp is K rounded up to 64; U outliers.
 """
 
 from __future__ import annotations
@@ -93,6 +93,18 @@ INT4_WEIGHT = (
     Input("scales", "float", "Op", "of each output: weight = integer * 16 * ratio * scale"),
     Input("offsets", "float", "Op", "of each output, the sum of its integer * 16 * ratio"),
 )
+
+OUTLIERS = (
+    Input(
+        "outlier_inputs",
+        "int32",
+        "U",
+        "inputs that stay float32; their activations count as 0 elsewhere",
+        optional=True,
+    ),
+    Input("outlier_weight", "float", "Op / 16, U, 16", "the weights of these inputs", optional=True),
+)
+"""Of products with integer weights."""
 
 PARTS = {"float32": FLOAT32_WEIGHT, "int8": INT8_WEIGHT, "int4": INT4_WEIGHT}
 """Of products, by precision."""

@@ -27,6 +27,13 @@ struct FloatWeight {
   int64_t outputs;
 };
 
+// Inputs of an integer product that stay float32, because their activations are far larger than those of the others.
+struct Outliers {
+  const int32_t* columns = nullptr;  // [count]
+  const float* weights = nullptr;    // [panels, count, 16]
+  int64_t count = 0;
+};
+
 struct QuantizedWeight {
   const int8_t* data;          // [panels, padded_inputs / 4, 16, 4]
   const float* scales;         // [panels * 16]
@@ -34,6 +41,7 @@ struct QuantizedWeight {
   const float* bias;           // [outputs] or null
   int64_t padded_inputs;       // multiple of 64
   int64_t outputs;
+  Outliers outliers{};
 };
 
 // 4-bit integers, two's complement. Step s holds inputs 8 s .. 8 s + 7 of a panel: byte j of an output has input
@@ -46,6 +54,7 @@ struct NibbleWeight {
   const float* bias;       // [outputs] or null
   int64_t padded_inputs;   // multiple of 64
   int64_t outputs;
+  Outliers outliers{};
 };
 
 // Rows of activations, one scale and zero point each: value = (integer - zero) * step.
@@ -54,6 +63,12 @@ struct QuantizedRows {
   float* steps;   // [rows]
   int32_t* zeros;
   int64_t rows;
+  // Outliers count as zero in `data`: their columns, all bits set for other inputs [padded_inputs], and their values
+  // [rows, num_outliers].
+  const int32_t* columns = nullptr;
+  const int32_t* mask = nullptr;
+  float* outliers = nullptr;
+  int64_t num_outliers = 0;
 };
 
 // Added to the score of query position q and key position k of one head; both parts can be absent.

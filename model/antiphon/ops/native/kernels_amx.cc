@@ -138,7 +138,7 @@ void QuantizeTiles(const float* x, int64_t inputs, int64_t padded, const Quantiz
   }
   for (int64_t row = begin; row < end; ++row) {
     uint8_t* to = rows.data + row / kTileRows * kTileRows * padded + row % kTileRows * kDepth;
-    QuantizeRow(x + row * inputs, inputs, padded, to, kTileBytes, rows.steps + row, rows.zeros + row);
+    QuantizeRow(x, inputs, padded, rows, row, to, kTileBytes);
   }
 }
 

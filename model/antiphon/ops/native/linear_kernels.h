@@ -191,18 +191,24 @@ ANTIPHON_INLINE void StoreBytes(const F32 (&v)[kGroupVectors], uint8_t* to) {
 
 // Rows without negative numbers use all 256 levels from 0 up; others use 255 levels around 128. Each group of 64
 // inputs starts `spacing` bytes after the group before.
-ANTIPHON_INLINE void QuantizeRow(const float* x, int64_t inputs, int64_t padded, uint8_t* row, int64_t spacing,
-                                 float* step, int32_t* zero) {
+// mask: of the inputs that are no outliers, or null.
+template <bool masked>
+ANTIPHON_INLINE void QuantizeMasked(const float* x, const int32_t* mask, int64_t inputs, int64_t padded, uint8_t* row,
+                                    int64_t spacing, float* step, int32_t* zero) {
+  const auto without = [&](const F32& v, int64_t at) ANTIPHON_BODY {
+    if constexpr (!masked) return v;
+    return As<F32>(As<I32>(v) & Load(mask + at));
+  };
   F32 low = Splat(kInfinity), high = Splat(-kInfinity);
   int64_t k = 0;
   for (; inputs - k >= kLanes; k += kLanes) {
-    const F32 v = Load(x + k);
+    const F32 v = without(Load(x + k), k);
     low = Min(v, low);
     high = Max(v, high);
   }
   if (k < inputs) {
     const int part = static_cast<int>(inputs - k);
-    const F32 v = LoadPart(x + k, part);  // zeros after the row change no sign and no maximum
+    const F32 v = without(LoadPart(x + k, part), k);  // zeros after the row change no sign and no maximum
     low = Min(v, low);
     high = Max(v, high);
   }
@@ -221,16 +227,33 @@ ANTIPHON_INLINE void QuantizeRow(const float* x, int64_t inputs, int64_t padded,
     for (int i = 0; i < kGroupVectors; ++i) {
       const int64_t at = k + i * kLanes, left = inputs - at;
       const F32 v = left >= kLanes ? Load(x + at) : (left > 0 ? LoadPart(x + at, static_cast<int>(left)) : F32{});
-      group[i] = Fma(v, factor, middle);
+      group[i] = Fma(without(v, at), factor, middle);
     }
     StoreBytes(group, row);
   }
 }
 
+// Quantises row `row` of x [rows, inputs] to `to`, and keeps its outliers.
+ANTIPHON_INLINE void QuantizeRow(const float* x, int64_t inputs, int64_t padded, const QuantizedRows& rows, int64_t row,
+                                 uint8_t* to, int64_t spacing) {
+  const float* from = x + row * inputs;
+  float* step = rows.steps + row;
+  int32_t* zero = rows.zeros + row;
+  if (rows.num_outliers == 0) return QuantizeMasked<false>(from, nullptr, inputs, padded, to, spacing, step, zero);
+  for (int64_t i = 0; i < rows.num_outliers; ++i) rows.outliers[row * rows.num_outliers + i] = from[rows.columns[i]];
+  QuantizeMasked<true>(from, rows.mask, inputs, padded, to, spacing, step, zero);
+}
+
+// value + the sum over outliers of row `row` in the order of their columns. weights: of a panel, [num_outliers, 16].
+ANTIPHON_INLINE F32 WithOutliers(F32 value, const QuantizedRows& rows, int64_t row, const float* weights) {
+  const float* outliers = rows.outliers + row * rows.num_outliers;
+  for (int64_t i = 0; i < rows.num_outliers; ++i) value = Fma(Splat(outliers[i]), Load(weights + i * kPanel), value);
+  return value;
+}
+
 void Quantize(const float* x, int64_t inputs, int64_t padded, const QuantizedRows& rows, int64_t begin, int64_t end) {
   for (int64_t row = begin; row < end; ++row) {
-    uint8_t* to = rows.data + row * padded;
-    QuantizeRow(x + row * inputs, inputs, padded, to, kDepth, rows.steps + row, rows.zeros + row);
+    QuantizeRow(x, inputs, padded, rows, row, rows.data + row * padded, kDepth);
   }
 }
 
@@ -239,7 +262,9 @@ template <Activation kind>
 class Dequantizer {
  public:
   ANTIPHON_INLINE Dequantizer(const QuantizedWeight& weight, int64_t panel)
-      : scales_(Load(weight.scales + panel * kPanel)), width_(PanelWidth(weight.outputs, panel)) {
+      : scales_(Load(weight.scales + panel * kPanel)),
+        outliers_(weight.outliers.weights + panel * weight.outliers.count * kPanel),
+        width_(PanelWidth(weight.outputs, panel)) {
     offsets_ = As<U32>(Load(weight.column_sums + panel * kPanel)) * static_cast<uint32_t>(kMiddle);
     bias_ = weight.bias == nullptr ? F32{} : LoadPart(weight.bias + panel * kPanel, width_);
   }
@@ -252,14 +277,15 @@ class Dequantizer {
       // Zero points are 0 or kMiddle.
       const uint32_t mask = rows.zeros[row + r] == 0 ? 0u : ~0u;
       const I32 exact = As<I32>(As<U32>(Load(sums + r * spacing)) - (offsets_ & mask));
-      const F32 value = Activate<kind>(Fma(Converted<F32>(exact) * scales_, Splat(rows.steps[row + r]), bias_));
-      StorePart(out + r * stride, value, width_);
+      const F32 value = Fma(Converted<F32>(exact) * scales_, Splat(rows.steps[row + r]), bias_);
+      StorePart(out + r * stride, Activate<kind>(WithOutliers(value, rows, row + r, outliers_)), width_);
     }
   }
 
  private:
   U32 offsets_;  // unsigned, since a foreign model can have any column sums
   F32 scales_, bias_;
+  const float* outliers_;
   int width_;
 };
 

@@ -204,10 +204,12 @@ ANTIPHON_INLINE void EmitNibbles(const float* sums, int64_t spacing, const Quant
   const int width = PanelWidth(weight.outputs, panel);
   const F32 scales = Load(weight.scales + column), offsets = Load(weight.offsets + column);
   const F32 bias = weight.bias == nullptr ? F32{} : LoadPart(weight.bias + column, width);
+  const float* outliers = weight.outliers.weights + column * weight.outliers.count;
   for (int r = 0; r < height; ++r) {
     const F32 zero = Splat(static_cast<float>(-rows.zeros[row + r]));
     const F32 value = Fma(offsets, zero, Load(sums + r * spacing)) * scales;
-    StorePart(out + r * stride, Activate<kind>(Fma(value, Splat(rows.steps[row + r]), bias)), width);
+    const F32 sum = WithOutliers(Fma(value, Splat(rows.steps[row + r]), bias), rows, row + r, outliers);
+    StorePart(out + r * stride, Activate<kind>(sum), width);
   }
 }
 

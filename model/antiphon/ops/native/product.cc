@@ -70,13 +70,13 @@ void MultiplyQuantized(const Call& call, const float* x, int64_t rows, int64_t i
   const int64_t panels = RoundUp(weight.outputs, kPanel) / kPanel, padded = weight.padded_inputs;
   if (rows >= 2 * kRowBlock && weight_bytes <= kCachedWeightBytes) {
     Share(call, rows, kRowBlock, kMaxTasks, [&](int64_t begin, int64_t end) {
-      const QuantizedBuffer buffer(end - begin, padded);
+      const QuantizedBuffer buffer(end - begin, padded, weight.outliers);
       quantize(x + begin * inputs, inputs, padded, buffer.rows(), 0, end - begin);
       product(buffer.rows(), weight, activation, 0, panels, out + begin * weight.outputs, weight.outputs);
     });
     return;
   }
-  const QuantizedBuffer buffer(rows, padded);
+  const QuantizedBuffer buffer(rows, padded, weight.outliers);
   QuantizeRows(call, quantize, x, inputs, padded, buffer.rows());
   const double macs = static_cast<double>(rows) * static_cast<double>(panels * kPanel * padded);
   const size_t tasks = TasksFor(std::max(macs / kQuantizedMacsPerNs, static_cast<double>(weight_bytes) / kBytesPerNs));
@@ -131,11 +131,34 @@ NibbleWeight CheckedWeight(const Tensor& weight, const Tensor& ratios, const Ten
           CheckedBias(bias, outputs, prefix), padded, outputs};
 }
 
-QuantizedBuffer::QuantizedBuffer(int64_t rows, int64_t padded_inputs)
+Outliers CheckedOutliers(const Tensor& columns, const Tensor& weight, int64_t inputs, int64_t outputs,
+                         const std::string& prefix) {
+  if (!columns && !weight) return {};
+  if (!columns) throw OperatorError(prefix + "outlier_inputs is missing beside " + prefix + "outlier_weight");
+  if (!weight) throw OperatorError(prefix + "outlier_weight is missing beside " + prefix + "outlier_inputs");
+  const int64_t count = columns.dims[0];
+  CheckDims(weight, prefix, "outlier_weight", {RoundUp(outputs, kPanel) / kPanel, count, kPanel});
+  const auto* ids = columns.as<int32_t>();
+  for (int64_t i = 0; i < count; ++i) {
+    if (ids[i] < 0 || ids[i] >= inputs) {
+      Refuse(prefix + "outlier_inputs", ids[i], "it must be 0 to " + std::to_string(inputs - 1));
+    }
+  }
+  return {ids, weight.as<float>(), count};
+}
+
+QuantizedBuffer::QuantizedBuffer(int64_t rows, int64_t padded_inputs, const Outliers& outliers)
     : data_(static_cast<size_t>(RoundUp(rows, kPanel) * padded_inputs)),
       steps_(static_cast<size_t>(rows)),
       zeros_(static_cast<size_t>(rows)),
-      rows_{data_.data(), steps_.data(), zeros_.data(), rows} {}
+      mask_(static_cast<size_t>(outliers.count > 0 ? padded_inputs : 0)),
+      outliers_(static_cast<size_t>(rows * outliers.count)),
+      rows_{data_.data(),     steps_.data(), zeros_.data(),    rows,
+            outliers.columns, mask_.data(),  outliers_.data(), outliers.count} {
+  if (outliers.count == 0) return;
+  std::fill_n(mask_.data(), padded_inputs, -1);
+  for (int64_t i = 0; i < outliers.count; ++i) mask_[static_cast<size_t>(outliers.columns[i])] = 0;
+}
 
 void QuantizeAll(const Call& call, const float* x, int64_t inputs, int64_t padded_inputs, const QuantizedRows& rows) {
   QuantizeRows(call, ActiveKernels().quantize, x, inputs, padded_inputs, rows);

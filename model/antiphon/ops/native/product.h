@@ -22,6 +22,10 @@ QuantizedWeight CheckedWeight(const Tensor& weight, const Tensor& scales, const 
 NibbleWeight CheckedWeight(const Tensor& weight, const Tensor& ratios, const Tensor& scales, const Tensor& offsets,
                            const Tensor& bias, int64_t inputs, int64_t outputs, const std::string& prefix = "");
 
+// Outliers of a product with `inputs` inputs; both tensors can be absent, and are so together.
+Outliers CheckedOutliers(const Tensor& columns, const Tensor& weight, int64_t inputs, int64_t outputs,
+                         const std::string& prefix = "");
+
 // out [rows, outputs] = act(x [rows, inputs] W + b). Rows and columns are divided into independent tasks.
 void Multiply(const Call& call, const float* x, int64_t rows, int64_t inputs, const FloatWeight& weight,
               Activation activation, float* out);
@@ -33,13 +37,15 @@ void Multiply(const Call& call, const float* x, int64_t rows, int64_t inputs, co
 // Quantised rows and their memory.
 class QuantizedBuffer {
  public:
-  QuantizedBuffer(int64_t rows, int64_t padded_inputs);
+  QuantizedBuffer(int64_t rows, int64_t padded_inputs, const Outliers& outliers);
   QuantizedRows rows() const { return rows_; }
 
  private:
   Scratch<uint8_t> data_;
   Scratch<float> steps_;
   Scratch<int32_t> zeros_;
+  Scratch<int32_t> mask_;
+  Scratch<float> outliers_;
   QuantizedRows rows_;
 };
 

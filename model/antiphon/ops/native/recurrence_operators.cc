@@ -72,7 +72,8 @@ class SsruSublayer {
   static constexpr const char* kName = kNames[Inputs::kPrecision];
   static constexpr auto kInputs =
       JoinPorts(std::array<Port, 2>{{{kFloat32}, {kFloat32}}}, Inputs::kPorts,
-                std::array<Port, 2>{{{kFloat32, kOptional}, {kFloat32, kOptional}}}, kStatePorts);
+                std::array<Port, 2>{{{kFloat32, kOptional}, {kFloat32, kOptional}}}, kStatePorts,
+                Inputs::kOutlierPorts);
   static constexpr Port kOutputs[] = {{kFloat32}, {kFloat32, kOptional}};
 
   explicit SsruSublayer(const Attributes& attributes) : norm_(attributes), layer_(attributes.Int("layer")) {}
@@ -81,7 +82,7 @@ class SsruSublayer {
     constexpr size_t kWeight = 2, kNorm = kWeight + Inputs::kPorts.size(), kStates = kNorm + 2;
     const Tensor x = call.Input(0, "x", 2);
     const int64_t tokens = x.dims[0], width = x.dims[1];
-    const auto weight = Inputs::Read(call, kWeight, "gates_", width, 2 * width);
+    const auto weight = Inputs::Read(call, kWeight, kInputs.size() - Inputs::kOutlierPorts.size(), "gates_", width, 2 * width);
     const RowStates rows(call, kStates, layer_, tokens, width);
     const ResidualNorm norm(call, norm_, call.Input(1, "residual", 2), tokens, width, kNorm, "norm_");
     if (tokens > 0) {

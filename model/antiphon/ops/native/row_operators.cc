@@ -97,7 +97,7 @@ class Linear {
  public:
   static constexpr const char* kNames[] = {"Linear", "QuantizedLinear", "NibbleLinear"};
   static constexpr const char* kName = kNames[Inputs::kPrecision];
-  static constexpr auto kInputs = JoinPorts(std::array<Port, 1>{{{kFloat32}}}, Inputs::kPorts);
+  static constexpr auto kInputs = JoinPorts(std::array<Port, 1>{{{kFloat32}}}, Inputs::kPorts, Inputs::kOutlierPorts);
   static constexpr Port kOutputs[] = {{kFloat32}};
 
   explicit Linear(const Attributes& attributes)
@@ -105,7 +105,7 @@ class Linear {
 
   void Run(const Call& call) const {
     const Tensor x = call.Input(0, "x", 2);
-    const typename Inputs::Weight weight = Inputs::Read(call, 1, "", x.dims[1], width_);
+    const typename Inputs::Weight weight = Inputs::Read(call, 1, 1 + Inputs::kPorts.size(), "", x.dims[1], width_);
     auto* out = static_cast<float*>(call.Output(0, {x.dims[0], width_}));
     if (x.dims[0] > 0) Multiply(call, x.as<float>(), x.dims[0], x.dims[1], weight, activation_, out);
   }

@@ -440,7 +440,7 @@ class Int8Logits {
         inputs_(inputs) {}
 
   void Sample(const Call& call, const SamplingArrays& sampling, const float* hidden, float cap) const {
-    const QuantizedBuffer buffer(sampling.count(), weight_.padded_inputs);
+    const QuantizedBuffer buffer(sampling.count(), weight_.padded_inputs, weight_.outliers);
     QuantizeAll(call, hidden, inputs_, weight_.padded_inputs, buffer.rows());
     // Of each row of `room`: floats, integers, step and zero point.
     const auto row_bytes = static_cast<size_t>(inputs_) * sizeof(float) + static_cast<size_t>(weight_.padded_inputs) +

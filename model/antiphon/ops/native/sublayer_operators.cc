@@ -20,7 +20,8 @@ template <typename Inputs, size_t Count>
 constexpr auto SublayerPorts(const std::array<Port, Count>& others) {
   constexpr std::array<Port, 2> kStates = {{{kFloat32}, {kFloat32}}};
   constexpr std::array<Port, 2> kNorm = {{{kFloat32, kOptional}, {kFloat32, kOptional}}};
-  return JoinPorts(kStates, Inputs::kPorts, Inputs::kPorts, kNorm, others);
+  return JoinPorts(kStates, Inputs::kPorts, Inputs::kPorts, kNorm, others, Inputs::kOutlierPorts,
+                   Inputs::kOutlierPorts);
 }
 
 constexpr std::array<Port, 0> kNoPorts{};
@@ -32,20 +33,25 @@ struct At {
   static constexpr size_t kSecondWeight = kFirstWeight + Inputs::kPorts.size();
   static constexpr size_t kNorm = kSecondWeight + Inputs::kPorts.size();
   static constexpr size_t kOthers = kNorm + 2;
+  // Of a node with `ports` inputs.
+  static constexpr size_t FirstOutliers(size_t ports) { return ports - 2 * Inputs::kOutlierPorts.size(); }
+  static constexpr size_t SecondOutliers(size_t ports) { return ports - Inputs::kOutlierPorts.size(); }
 };
 
 // Products around the attention of a sublayer, its residual and its norm.
 template <typename Inputs>
 class AttentionProducts {
  public:
-  // projected: outputs of the first weight; attended: inputs of the second one, H D.
-  AttentionProducts(const Call& call, const NormKind& kind, const char* first_prefix, int64_t projected,
+  // ports: number of the node's inputs. projected: outputs of the first weight; attended: inputs of the second one, H D.
+  AttentionProducts(const Call& call, size_t ports, const NormKind& kind, const char* first_prefix, int64_t projected,
                     int64_t attended)
       : x_(call.Input(0, "x", 2)),
         projected_(projected),
         attended_(attended),
-        first_(Inputs::Read(call, At<Inputs>::kFirstWeight, first_prefix, x_.dims[1], projected)),
-        second_(Inputs::Read(call, At<Inputs>::kSecondWeight, "out_", attended, x_.dims[1])),
+        first_(Inputs::Read(call, At<Inputs>::kFirstWeight, At<Inputs>::FirstOutliers(ports), first_prefix, x_.dims[1],
+                            projected)),
+        second_(Inputs::Read(call, At<Inputs>::kSecondWeight, At<Inputs>::SecondOutliers(ports), "out_", attended,
+                             x_.dims[1])),
         norm_(call, kind, call.Input(1, "residual", 2), x_.dims[0], x_.dims[1], At<Inputs>::kNorm, "norm_") {}
 
   // attend(projected rows, out) computes the attention.
@@ -90,8 +96,10 @@ class FeedForwardSublayer {
   void Run(const Call& call) const {
     const Tensor x = call.Input(0, "x", 2);
     const int64_t rows = x.dims[0], width = x.dims[1], outer_inputs = is_gated_ ? inner_width_ / 2 : inner_width_;
-    const auto inner = Inputs::Read(call, At<Inputs>::kFirstWeight, "inner_", width, inner_width_);
-    const auto outer = Inputs::Read(call, At<Inputs>::kSecondWeight, "outer_", outer_inputs, width);
+    const auto inner = Inputs::Read(call, At<Inputs>::kFirstWeight, At<Inputs>::FirstOutliers(kInputs.size()), "inner_",
+                                    width, inner_width_);
+    const auto outer = Inputs::Read(call, At<Inputs>::kSecondWeight, At<Inputs>::SecondOutliers(kInputs.size()), "outer_",
+                                    outer_inputs, width);
     const ResidualNorm norm(call, norm_, call.Input(1, "residual", 2), rows, width, At<Inputs>::kNorm, "norm_");
     if (rows > 0) {
       const Scratch<float> states(static_cast<size_t>(rows * inner_width_));
@@ -149,7 +157,7 @@ class PackedAttentionSublayer {
     const Packing packing = CheckedPacking(call.Input(kOffsets, "offsets", 1), x.dims[0]);
     const Biases biases(call, kOffsets + 1, kOffsets + 2, heads_);
     const Rotation rotation(call, kOffsets + 3, kOffsets + 4, x.dims[0], width);
-    const AttentionProducts<Inputs> products(call, norm_, "qkv_", projected_, heads_ * width);
+    const AttentionProducts<Inputs> products(call, kInputs.size(), norm_, "qkv_", projected_, heads_ * width);
     products.Run(call, [&](float* qkv, float* out) {
       rotation.Run(call, heads_, qkv);
       PackedHeads(qkv, packing, heads_, width, scale_, cap_, causal_).Attend(call, &biases, RelativeTables(), out);
@@ -193,7 +201,7 @@ class PagedSublayer {
   void Attend(const Call& call, const Pool& pool, int64_t width) const {
     const int64_t tokens = call.Input(0, "x", 2).dims[0];
     const typename Attention::template Rows<Element> rows(call, At<Inputs>::kOthers, pool, tokens, width, scale_, cap_);
-    const AttentionProducts<Inputs> products(call, norm_, Attention::kPrefix, projected_, heads_ * width);
+    const AttentionProducts<Inputs> products(call, kInputs.size(), norm_, Attention::kPrefix, projected_, heads_ * width);
     products.Run(call, [&](float* projected, float* out) { rows.Attend(call, projected, out); });
   }
 

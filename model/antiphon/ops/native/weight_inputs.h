@@ -11,13 +11,25 @@ namespace antiphon {
 
 // A reader of weights has
 //   kPrecision: index of the node's name;  Weight: the packed weight;  kPorts: its inputs, the bias last;
-//   Read(call, first, prefix, inputs, outputs): the weight whose inputs begin at `first`; prefix: of their names.
+//   kOutlierPorts: optional inputs at the end of the node;
+//   Read(call, first, outliers, prefix, inputs, outputs): the weight whose inputs begin at `first`, and those of its
+//   outliers at `outliers`; prefix: of their names.
+constexpr std::array<Port, 2> kOptionalOutliers = {{{kInt32, kOptional}, {kFloat32, kOptional}}};
+
+inline Outliers ReadOutliers(const Call& call, size_t first, const std::string& prefix, int64_t inputs,
+                             int64_t outputs) {
+  return CheckedOutliers(call.OptionalInput(first, (prefix + "outlier_inputs").c_str(), 1),
+                         call.OptionalInput(first + 1, (prefix + "outlier_weight").c_str(), 3), inputs, outputs,
+                         prefix);
+}
+
 struct Float32Inputs {
   static constexpr size_t kPrecision = 0;
   using Weight = FloatWeight;
   static constexpr std::array<Port, 2> kPorts = {{{kFloat32}, {kFloat32, kOptional}}};
+  static constexpr std::array<Port, 0> kOutlierPorts{};
 
-  static Weight Read(const Call& call, size_t first, const std::string& prefix, int64_t inputs, int64_t outputs) {
+  static Weight Read(const Call& call, size_t first, size_t, const std::string& prefix, int64_t inputs, int64_t outputs) {
     return CheckedWeight(call.Input(first, (prefix + "weight").c_str(), 3),
                          call.OptionalInput(first + 1, (prefix + "bias").c_str(), 1), inputs, outputs, prefix);
   }
@@ -28,12 +40,17 @@ struct Int8Inputs {
   static constexpr size_t kPrecision = 1;
   using Weight = QuantizedWeight;
   static constexpr std::array<Port, 4> kPorts = {{{kInt8}, {kFloat32}, {kInt32}, {kFloat32, kOptional}}};
+  static constexpr auto kOutlierPorts = kOptionalOutliers;
 
-  static Weight Read(const Call& call, size_t first, const std::string& prefix, int64_t inputs, int64_t outputs) {
-    return CheckedWeight(call.Input(first, (prefix + "weight").c_str(), 4),
+  static Weight Read(const Call& call, size_t first, size_t outliers, const std::string& prefix, int64_t inputs,
+                     int64_t outputs) {
+    Weight weight =
+        CheckedWeight(call.Input(first, (prefix + "weight").c_str(), 4),
                          call.Input(first + 1, (prefix + "scales").c_str(), 1),
                          call.Input(first + 2, (prefix + "column_sums").c_str(), 1),
                          call.OptionalInput(first + 3, (prefix + "bias").c_str(), 1), inputs, outputs, prefix);
+    weight.outliers = ReadOutliers(call, outliers, prefix, inputs, outputs);
+    return weight;
   }
 };
 
@@ -43,13 +60,18 @@ struct Int4Inputs {
   using Weight = NibbleWeight;
   static constexpr std::array<Port, 5> kPorts = {
       {{kInt8}, {kFloat16}, {kFloat32}, {kFloat32}, {kFloat32, kOptional}}};
+  static constexpr auto kOutlierPorts = kOptionalOutliers;
 
-  static Weight Read(const Call& call, size_t first, const std::string& prefix, int64_t inputs, int64_t outputs) {
-    return CheckedWeight(call.Input(first, (prefix + "weight").c_str(), 4),
+  static Weight Read(const Call& call, size_t first, size_t outliers, const std::string& prefix, int64_t inputs,
+                     int64_t outputs) {
+    Weight weight =
+        CheckedWeight(call.Input(first, (prefix + "weight").c_str(), 4),
                          call.Input(first + 1, (prefix + "ratios").c_str(), 3),
                          call.Input(first + 2, (prefix + "scales").c_str(), 1),
                          call.Input(first + 3, (prefix + "offsets").c_str(), 1),
                          call.OptionalInput(first + 4, (prefix + "bias").c_str(), 1), inputs, outputs, prefix);
+    weight.outliers = ReadOutliers(call, outliers, prefix, inputs, outputs);
+    return weight;
   }
 };
 

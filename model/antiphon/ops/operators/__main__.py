@@ -82,6 +82,8 @@ def _packed(operator: Operator, precision: str) -> Iterator[str]:
     for weight in operator.weights:
         for part in weight.inputs(precision):
             yield _row("input", part, "")
+        for part in weight.outlier_inputs(precision):
+            yield _row("input", part, "; optional, behind all other inputs")
 
 
 if __name__ == "__main__":

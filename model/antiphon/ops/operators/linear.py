@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from antiphon.ops.activations import ACTIVATIONS
 from antiphon.ops.operator import Attribute, Input, Operator, Output, PackedWeight, register
-from antiphon.ops.shared_inputs import FLOAT32_WEIGHT, INT4_WEIGHT, INT8_WEIGHT
+from antiphon.ops.shared_inputs import FLOAT32_WEIGHT, INT4_WEIGHT, INT8_WEIGHT, OUTLIERS
 
 LINEAR = Operator(
     name="linear",
@@ -27,6 +27,7 @@ LINEAR = Operator(
         PackedWeight(
             sizes=("width",),
             parts={"float32": FLOAT32_WEIGHT, "int8": INT8_WEIGHT, "int4": INT4_WEIGHT},
+            outliers=OUTLIERS,
         ),
     ),
 )

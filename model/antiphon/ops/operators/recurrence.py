@@ -23,6 +23,7 @@ from antiphon.ops.shared_inputs import (
     LAYER,
     NORM,
     NORM_WEIGHTS,
+    OUTLIERS,
     PARTS,
     ROW_OFFSETS,
     SUBLAYER_INPUTS,
@@ -53,7 +54,7 @@ SSRU_SUBLAYER = Operator(
     attributes=(LAYER, *NORM),
     outputs=(*SUBLAYER_OUTPUTS, _PRESENT),
     shapes=lambda inputs: [inputs["x"].shape, inputs["x"].shape, inputs["cache"].shape],
-    weights=(PackedWeight(name="gates_weight", sizes=(), parts=PARTS),),
+    weights=(PackedWeight(name="gates_weight", sizes=(), parts=PARTS, outliers=OUTLIERS),),
 )
 
 PAGED_AVERAGE = Operator(

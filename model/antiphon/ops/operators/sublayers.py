@@ -29,6 +29,7 @@ from antiphon.ops.shared_inputs import (
     NORM,
     NORM_WEIGHTS,
     NUM_HEADS,
+    OUTLIERS,
     PARTS,
     ROTARY_TABLE,
     ROW_OFFSETS,
@@ -65,8 +66,8 @@ FEED_FORWARD_SUBLAYER = Operator(
     outputs=SUBLAYER_OUTPUTS,
     shapes=lambda inputs: [inputs["x"].shape, inputs["x"].shape],
     weights=(
-        PackedWeight(name="inner_weight", sizes=("inner_width",), parts=PARTS),
-        PackedWeight(name="outer_weight", sizes=(), parts=PARTS),
+        PackedWeight(name="inner_weight", sizes=("inner_width",), parts=PARTS, outliers=OUTLIERS),
+        PackedWeight(name="outer_weight", sizes=(), parts=PARTS, outliers=OUTLIERS),
     ),
 )
 
@@ -94,8 +95,8 @@ PACKED_ATTENTION_SUBLAYER = Operator(
     outputs=SUBLAYER_OUTPUTS,
     shapes=lambda inputs: [inputs["x"].shape, inputs["x"].shape],
     weights=(
-        PackedWeight(name="qkv_weight", sizes=("qkv_width",), parts=PARTS),
-        PackedWeight(name="out_weight", sizes=(), parts=PARTS),
+        PackedWeight(name="qkv_weight", sizes=("qkv_width",), parts=PARTS, outliers=OUTLIERS),
+        PackedWeight(name="out_weight", sizes=(), parts=PARTS, outliers=OUTLIERS),
     ),
 )
 
@@ -122,8 +123,8 @@ PAGED_SELF_ATTENTION_SUBLAYER = Operator(
     ),
     shapes=lambda inputs: [inputs["x"].shape, inputs["x"].shape, inputs["cache"].shape],
     weights=(
-        PackedWeight(name="qkv_weight", sizes=("qkv_width",), parts=PARTS),
-        PackedWeight(name="out_weight", sizes=(), parts=PARTS),
+        PackedWeight(name="qkv_weight", sizes=("qkv_width",), parts=PARTS, outliers=OUTLIERS),
+        PackedWeight(name="out_weight", sizes=(), parts=PARTS, outliers=OUTLIERS),
     ),
 )
 
@@ -144,8 +145,8 @@ PAGED_CROSS_ATTENTION_SUBLAYER = Operator(
     outputs=SUBLAYER_OUTPUTS,
     shapes=lambda inputs: [inputs["x"].shape, inputs["x"].shape],
     weights=(
-        PackedWeight(name="query_weight", sizes=("query_width",), parts=PARTS),
-        PackedWeight(name="out_weight", sizes=(), parts=PARTS),
+        PackedWeight(name="query_weight", sizes=("query_width",), parts=PARTS, outliers=OUTLIERS),
+        PackedWeight(name="out_weight", sizes=(), parts=PARTS, outliers=OUTLIERS),
     ),
 )
 
