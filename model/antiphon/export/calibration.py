@@ -30,7 +30,7 @@ TEXTS = (
 _COUNTS = (4, 8, 16, 32)
 _GAIN = 0.7  # more columns must lower the mean square of the error to this factor
 _LEVELS = 127
-_SMALL = 0.01  # of a row: normal numbers are off by 0.006 to 0.008, and weights of 8 bits by as much
+_SMALL = 0.01  # of a row; normal numbers are off by 0.006 to 0.008
 _MAX_LEN = 48  # tokens of a text
 _NUM_RANDOM = 24
 
