@@ -8,12 +8,15 @@ measured.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from antiphon.bundle.manifest import Precision
+from antiphon.export.quantize import quantize_groups, quantize_rows
 from antiphon.export.weights import Outliers
 from antiphon.transformer.greedy import greedy
 from antiphon.transformer.transformer import Transformer
@@ -51,7 +54,7 @@ def find_outliers(model: Transformer, sources: Sequence[Sequence[int]] | None = 
     hooks = [product.register_forward_pre_hook(record) for product in products]
     try:
         for source in sources:
-            _run(model, source[:_MAX_LEN])
+            _run(model, source)
     finally:
         for hook in hooks:
             hook.remove()
@@ -59,18 +62,70 @@ def find_outliers(model: Transformer, sources: Sequence[Sequence[int]] | None = 
 
 
 def _run(model: Transformer, ids: Sequence[int]) -> None:
-    config = model.config
-    limit = config.max_target_len if model.encoder is None else config.max_source_len
-    source = list(ids[:limit])
+    source, target = answered(model, ids)
     if not source:
         return
     if model.encoder is None:
-        model.logits(model.decode(torch.tensor([source]), None))
+        model.logits(model.decode(torch.tensor([target]), None))
     elif model.decoder is None:
         model.encode(torch.tensor([source]))
     else:
-        target = [config.bos_id, *greedy(model, [source], min(_MAX_LEN, config.max_target_len) - 1)[0]]
         model(torch.tensor([source]), torch.tensor([target]))
+
+
+def answered(model: Transformer, ids: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Return the source, cut to the model's limits, and its target: the begin token and the likeliest tokens.
+
+    Of a model without an encoder or without a decoder, both are the source.
+    """
+    config = model.config
+    limit = config.max_target_len if model.encoder is None else config.max_source_len
+    source = list(ids[: min(_MAX_LEN, limit)])
+    if model.encoder is None or model.decoder is None or not source:
+        return source, source
+    return source, [config.bos_id, *greedy(model, [source], min(_MAX_LEN, config.max_target_len) - 1)[0]]
+
+
+def with_rounding(model: Transformer, precision: Precision, outliers: Outliers) -> Transformer:
+    """Return a copy of a model with a decoder that rounds weights and activations as integer kernels do.
+
+    It computes in float32. The input of the output projection has no outliers.
+    """
+    copy = deepcopy(model)
+    weights: dict[int, Tensor] = {}
+    for original, layer in zip(model.modules(), copy.modules(), strict=True):
+        if not isinstance(original, nn.Linear | nn.Embedding):
+            continue
+        weight, address = original.weight.detach(), original.weight.data_ptr()
+        columns: list[int] = []
+        if isinstance(original, nn.Linear):
+            if original is not model.output and address in outliers:
+                columns = outliers[address].tolist()
+            layer.register_forward_pre_hook(
+                lambda _, inputs, columns=columns: (_with_rounded_rows(inputs[0], columns), *inputs[1:])
+            )
+        if address not in weights:
+            array = weight.numpy()
+            if precision == "int4":
+                weights[address] = torch.from_numpy(quantize_groups(array).weight())
+            else:
+                integers, scales = quantize_rows(array)
+                weights[address] = torch.from_numpy(integers * scales[:, None])
+            weights[address][:, columns] = weight[:, columns]
+        layer.get_parameter("weight").data = weights[address]
+    return copy
+
+
+def _with_rounded_rows(x: Tensor, columns: Sequence[int]) -> Tensor:
+    """Return x [..., K] with rounded rows; `columns` are exact and count as 0 for the others."""
+    rest = x.clone()
+    rest[..., columns] = 0
+    low, high = rest.amin(-1, keepdim=True), rest.amax(-1, keepdim=True)
+    largest = torch.maximum(high, -low)
+    steps = torch.where(low < 0, largest / _LEVELS, high / (2 * _LEVELS + 1))
+    numbers = (rest / steps.clamp(min=torch.finfo(x.dtype).tiny)).round() * steps
+    numbers[..., columns] = x[..., columns]
+    return numbers
 
 
 def choose_columns(sizes: NDArray[np.float32]) -> NDArray[np.int32]:

@@ -40,7 +40,7 @@ from antiphon.export.cuda_lowering import check_config, lower_for_cuda
 from antiphon.export.explain import store_packed, trace_explain, verify_explain
 from antiphon.export.positions import position_graph, verify_positions
 from antiphon.export.trace import trace_decoder, trace_encoder, trace_head
-from antiphon.export.verify import verify, verify_encoder
+from antiphon.export.verify import Calibration, verify, verify_encoder
 from antiphon.export.weights import NO_OUTLIERS, Outliers, WeightsFile, pack_weights
 from antiphon.text.tokenizer import encode_sources
 from antiphon.transformer.transformer import Transformer
@@ -84,10 +84,11 @@ def export_bundle(
     try:
         work.chmod(0o755)
         sources = encode_sources(checkpoint.tokenizer, checkpoint.text, TEXTS)
+        calibration = Calibration(texts=sources, outliers=_outliers(checkpoint.model, precisions, sources))
         graphs = write_graphs(
-            checkpoint.model, work, precisions, lowerings, cache, explain=explain, calibration=sources
+            checkpoint.model, work, precisions, lowerings, cache, explain=explain, outliers=calibration.outliers
         )
-        graphs = _verified(checkpoint.model, work, graphs)
+        graphs = _verified(checkpoint.model, work, graphs, calibration)
         add_metadata(checkpoint, work, graphs, name)
         manifest = load_bundle(work).manifest
         if check is not None:
@@ -101,7 +102,9 @@ def export_bundle(
     return Bundle(path=target, manifest=manifest)
 
 
-def _verified(model: Transformer, directory: Path, graphs: Sequence[GraphSet]) -> list[GraphSet]:
+def _verified(
+    model: Transformer, directory: Path, graphs: Sequence[GraphSet], calibration: Calibration
+) -> list[GraphSet]:
     """Compare every graph with the model and return the sets that agree, at least one.
 
     A set that disagrees is left out with a line on standard error, and its files are deleted, if others are left and
@@ -110,7 +113,7 @@ def _verified(model: Transformer, directory: Path, graphs: Sequence[GraphSet]) -
     kept, failures = [], []
     for graph_set in tqdm(graphs, desc="verify", unit="graph set", disable=None):
         try:
-            _verify(model, directory, graph_set)
+            _verify(model, directory, graph_set, calibration)
         except VerificationError as error:
             if graph_set.precision == "float32":
                 raise
@@ -121,16 +124,18 @@ def _verified(model: Transformer, directory: Path, graphs: Sequence[GraphSet]) -
         raise failures[0][1]
     if (directory / POSITIONS_NAME).exists():
         verify_positions(directory / POSITIONS_NAME, model)
-    for graph_set, error in failures:
-        print(f"note: {graph_set.lowering} {graph_set.precision} is left out: {error}", file=sys.stderr)
+    for graph_set, reason in failures:
+        print(f"note: {graph_set.lowering} {graph_set.precision} is left out: {reason}", file=sys.stderr)
         _delete(directory, graph_set)
     return kept
 
 
-def _verify(model: Transformer, directory: Path, graphs: GraphSet) -> None:
+def _verify(model: Transformer, directory: Path, graphs: GraphSet, calibration: Calibration) -> None:
     """Compare the graphs of a set with the model. Raises VerificationError."""
-    check = verify_encoder if model.config.architecture == "encoder" else verify
-    check(directory, graphs, model)
+    if model.config.architecture == "encoder":
+        verify_encoder(directory, graphs, model)
+    else:
+        verify(directory, graphs, model, calibration=calibration if graphs.lowering == "native" else None)
     if graphs.explain is not None:
         verify_explain(directory / graphs.explain, model, graphs.precision)
 
@@ -200,11 +205,11 @@ def write_graphs(
     cache: CacheType | None = None,
     *,
     explain: bool = False,
-    calibration: Sequence[Sequence[int]] | None = None,
+    outliers: Outliers | None = None,
 ) -> list[GraphSet]:
     """Trace the model and write its graphs and weights; arguments as for `export_bundle`. Verifies nothing.
 
-    calibration: sources of token ids, over which the outliers of integer products are found; None: random ids.
+    outliers: of the products of integer graphs; None: those that random ids have.
     """
     parts = (*model.config.parts, *(head.task for head in model.config.heads))
     traced = {part: _trace(model, part) for part in tqdm(parts, desc="trace", unit="graph", disable=None)}
@@ -212,8 +217,8 @@ def write_graphs(
     is_explained = explain and "native" in lowerings and model.config.module_heads is None
     explain_graph = trace_explain(model) if is_explained else None
     positions = position_graph(model)
-    has_integers = any(precision in ("int8", "int4") for precision in precisions)
-    outliers = find_outliers(model, calibration) if has_integers else NO_OUTLIERS
+    if outliers is None:
+        outliers = _outliers(model, precisions)
     sets = []
     for precision, lowering in itertools.product(precisions, lowerings):
         if not _has_graphs(lowering, precision):
@@ -238,6 +243,13 @@ def _trace(model: Transformer, part: Part | Task) -> ir.Model:
     if part == "encoder":
         return trace_encoder(model)
     return trace_decoder(model) if part == "decoder" else trace_head(model, part)
+
+
+def _outliers(
+    model: Transformer, precisions: Sequence[Precision], sources: Sequence[Sequence[int]] | None = None
+) -> Outliers:
+    has_integers = any(precision in ("int8", "int4") for precision in precisions)
+    return find_outliers(model, sources) if has_integers else NO_OUTLIERS
 
 
 def _graph_name(part: Part | Task, lowering: Lowering, precision: Precision) -> str:

@@ -82,7 +82,8 @@ class SsruSublayer {
     constexpr size_t kWeight = 2, kNorm = kWeight + Inputs::kPorts.size(), kStates = kNorm + 2;
     const Tensor x = call.Input(0, "x", 2);
     const int64_t tokens = x.dims[0], width = x.dims[1];
-    const auto weight = Inputs::Read(call, kWeight, kInputs.size() - Inputs::kOutlierPorts.size(), "gates_", width, 2 * width);
+    constexpr size_t kOutliers = kInputs.size() - Inputs::kOutlierPorts.size();
+    const auto weight = Inputs::Read(call, kWeight, kOutliers, "gates_", width, 2 * width);
     const RowStates rows(call, kStates, layer_, tokens, width);
     const ResidualNorm norm(call, norm_, call.Input(1, "residual", 2), tokens, width, kNorm, "norm_");
     if (tokens > 0) {

@@ -98,8 +98,8 @@ class FeedForwardSublayer {
     const int64_t rows = x.dims[0], width = x.dims[1], outer_inputs = is_gated_ ? inner_width_ / 2 : inner_width_;
     const auto inner = Inputs::Read(call, At<Inputs>::kFirstWeight, At<Inputs>::FirstOutliers(kInputs.size()), "inner_",
                                     width, inner_width_);
-    const auto outer = Inputs::Read(call, At<Inputs>::kSecondWeight, At<Inputs>::SecondOutliers(kInputs.size()), "outer_",
-                                    outer_inputs, width);
+    const auto outer = Inputs::Read(call, At<Inputs>::kSecondWeight, At<Inputs>::SecondOutliers(kInputs.size()),
+                                    "outer_", outer_inputs, width);
     const ResidualNorm norm(call, norm_, call.Input(1, "residual", 2), rows, width, At<Inputs>::kNorm, "norm_");
     if (rows > 0) {
       const Scratch<float> states(static_cast<size_t>(rows * inner_width_));

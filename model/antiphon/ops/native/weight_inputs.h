@@ -29,7 +29,8 @@ struct Float32Inputs {
   static constexpr std::array<Port, 2> kPorts = {{{kFloat32}, {kFloat32, kOptional}}};
   static constexpr std::array<Port, 0> kOutlierPorts{};
 
-  static Weight Read(const Call& call, size_t first, size_t, const std::string& prefix, int64_t inputs, int64_t outputs) {
+  static Weight Read(const Call& call, size_t first, size_t, const std::string& prefix, int64_t inputs,
+                     int64_t outputs) {
     return CheckedWeight(call.Input(first, (prefix + "weight").c_str(), 3),
                          call.OptionalInput(first + 1, (prefix + "bias").c_str(), 1), inputs, outputs, prefix);
   }
@@ -46,9 +47,9 @@ struct Int8Inputs {
                      int64_t outputs) {
     Weight weight =
         CheckedWeight(call.Input(first, (prefix + "weight").c_str(), 4),
-                         call.Input(first + 1, (prefix + "scales").c_str(), 1),
-                         call.Input(first + 2, (prefix + "column_sums").c_str(), 1),
-                         call.OptionalInput(first + 3, (prefix + "bias").c_str(), 1), inputs, outputs, prefix);
+                      call.Input(first + 1, (prefix + "scales").c_str(), 1),
+                      call.Input(first + 2, (prefix + "column_sums").c_str(), 1),
+                      call.OptionalInput(first + 3, (prefix + "bias").c_str(), 1), inputs, outputs, prefix);
     weight.outliers = ReadOutliers(call, outliers, prefix, inputs, outputs);
     return weight;
   }
@@ -66,10 +67,10 @@ struct Int4Inputs {
                      int64_t outputs) {
     Weight weight =
         CheckedWeight(call.Input(first, (prefix + "weight").c_str(), 4),
-                         call.Input(first + 1, (prefix + "ratios").c_str(), 3),
-                         call.Input(first + 2, (prefix + "scales").c_str(), 1),
-                         call.Input(first + 3, (prefix + "offsets").c_str(), 1),
-                         call.OptionalInput(first + 4, (prefix + "bias").c_str(), 1), inputs, outputs, prefix);
+                      call.Input(first + 1, (prefix + "ratios").c_str(), 3),
+                      call.Input(first + 2, (prefix + "scales").c_str(), 1),
+                      call.Input(first + 3, (prefix + "offsets").c_str(), 1),
+                      call.OptionalInput(first + 4, (prefix + "bias").c_str(), 1), inputs, outputs, prefix);
     weight.outliers = ReadOutliers(call, outliers, prefix, inputs, outputs);
     return weight;
   }
