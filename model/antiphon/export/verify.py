@@ -64,7 +64,7 @@ _ROUNDING = 1.5  # largest allowed error in units of that of the same rounding i
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Calibration:
-    """What integer graphs were made of: token ids of texts, and the outliers of products."""
+    """Data that integer graphs are made of: token ids of texts, and the outliers of products."""
 
     texts: Sequence[Sequence[int]]
     outliers: Outliers
