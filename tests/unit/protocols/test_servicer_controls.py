@@ -14,6 +14,7 @@ from antiphon.bundle.manifest import GenerationDefaults
 from antiphon.client import AsyncClient, Beam, BeamStep, Client, Delta, Generation, Options, ServerError
 from antiphon.controls.table import EarlyStopping
 from antiphon.domain.errors import InvalidArgument
+from antiphon.domain.limits import EngineLimits
 from antiphon.domain.sampling_params import SamplingParams
 from antiphon.rpc.v1.options import default_options, read_options
 from antiphon.text.shortlist import Shortlist
@@ -372,7 +373,8 @@ async def test_any_controls_get_equal_unary_and_streamed_answers_or_a_named_refu
         assert messages[-1].usage == whole.usage
         return None
 
-    async with serving(prepare=reads_history) as served:
+    limits = EngineLimits(max_num_seqs=8, max_queue_time_s=None, max_queued_requests=len(requests))
+    async with serving(limits, prepare=reads_history) as served:
         fields = await asyncio.gather(*(ask(stub_of(served), ids, options) for ids, options in requests))
     refused = [field for field in fields if field is not None]
     assert [field for field in refused if not field.startswith("options.")] == []
