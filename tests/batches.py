@@ -29,7 +29,7 @@ class SampleSettings:
     forced_id: int = -1
     num_logprobs: int = -1
     is_normalized: bool = False
-    is_exclusive: int = 0
+    restriction: int = 0
     edits: Sequence[tuple[int, float, float, float]] = ()
 
 

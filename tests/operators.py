@@ -364,7 +364,7 @@ class Inputs:
         choices = {
             "top_k": [0, 1, 5, vocab, HIGHEST], "seed": self.rng.integers(-(2**63), 2**63 - 1, 9),
             "forced_id": [-1, -1, 0, vocab - 1], "num_logprobs": [-1, 0, 1, vocab // 2, vocab, vocab + 3],
-            "is_normalized": [0, 1], "is_exclusive": [0, 1],
+            "is_normalized": [0, 1], "restriction": [0, 1],
         }  # fmt: skip
         return np.stack([self.rng.choice(np.array(choices[name]), count) for name in INT_PARAMS], axis=1)
 

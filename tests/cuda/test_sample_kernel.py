@@ -38,10 +38,10 @@ DRAWN = [
     SampleSettings(temperature=50.0, top_k=1, seed=6),
 ]
 EDITED = [
-    SampleSettings(is_exclusive=True, edits=[(4, 0, 1, 0), (9, 0.5, 1.2, 0), (4, 1.0, 2.0, 0.25)], num_logprobs=4),
+    SampleSettings(restriction=1, edits=[(4, 0, 1, 0), (9, 0.5, 1.2, 0), (4, 1.0, 2.0, 0.25)], num_logprobs=4),
     SampleSettings(edits=[(i, 0.0, 1.5, 0.0) for i in range(50)] + [(3, 0, 1, -np.inf)], temperature=1.0, seed=8),
-    SampleSettings(is_exclusive=True),
-    SampleSettings(is_exclusive=True, edits=[(7, 0, 1, -np.inf)], num_logprobs=1),
+    SampleSettings(restriction=1),
+    SampleSettings(restriction=1, edits=[(7, 0, 1, -np.inf)], num_logprobs=1),
     SampleSettings(is_normalized=True, edits=[(i % 40, 0.1, 1.1, 0.2) for i in range(2100)], num_logprobs=3),
 ]
 
@@ -86,7 +86,7 @@ def test_sample_reports_logits_that_are_not_finite() -> None:
 
 
 def test_sample_reports_that_every_token_is_forbidden() -> None:
-    settings = [SampleSettings(is_exclusive=True, temperature=1.0), SampleSettings(is_exclusive=True, num_logprobs=1)]
+    settings = [SampleSettings(restriction=1, temperature=1.0), SampleSettings(restriction=1, num_logprobs=1)]
     assert check(_logits(2), sampling_of(range(2), settings)).token_ids.tolist() == [NONE_ALLOWED] * 2
 
 

@@ -35,7 +35,7 @@ def model(seed: int) -> LogitsOf:
 def _choice(edits: LogitsProcessors) -> SampleSettings:
     ids, values = edits.current()
     edited = [(token_id, *row) for token_id, row in zip(ids.tolist(), values.tolist(), strict=True)]
-    return SampleSettings(is_exclusive=edits.is_exclusive, edits=edited)
+    return SampleSettings(restriction=edits.restriction, edits=edited)
 
 
 def greedy(logits_of: LogitsOf, params: SamplingParams, prefix: tuple[int, ...], max_new_tokens: int) -> list[int]:

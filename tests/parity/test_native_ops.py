@@ -238,7 +238,7 @@ def test_packed_attention_propagates_every_nan(bits: int) -> None:
 @pytest.mark.parametrize("precision", ["int8", "int4"])
 @pytest.mark.parametrize("rows", [1, 2, 16, 33, 200])
 def test_outliers_of_an_integer_product_are_multiplied_in_float32(precision: Precision, rows: int) -> None:
-    """The other inputs are quantised as in a row without the outliers, whatever the outliers are."""
+    """The other inputs are quantised as in a row where the outliers are zero."""
     x, weight, bias, columns = normal(rows, 150), normal(100, 150), normal(100), ints(0, 17, 149)
     x[:, columns] *= 300
     rest = x.copy()

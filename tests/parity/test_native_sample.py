@@ -50,7 +50,7 @@ def sample_settings(vocab: int) -> st.SearchStrategy[SampleSettings]:
         forced_id=st.just(-1) | st.just(-1) | ids,
         num_logprobs=st.integers(-1, min(vocab + 2, 8)),
         is_normalized=st.booleans(),
-        is_exclusive=st.sampled_from([0, 0, 0, 1]),
+        restriction=st.sampled_from([0, 0, 0, 1]),
         edits=st.just([]) | st.lists(edit, max_size=12),
     )
     forbids = st.lists(ids, min_size=1, max_size=70).map(lambda held: [(id_, 0.0, 1.0, -np.inf) for id_ in held])
@@ -67,7 +67,7 @@ def selected(draw: st.DrawFn, made: SampleSettings, vocab: int) -> SampleSetting
     values = st.sampled_from([(0.0, 1.0, 0.0), (0.0, 1.0, 0.0), (0.5, 1.25, -0.25), (0.0, 1.0, -np.inf)])
     first = [(id_, *draw(values)) for id_ in ids]
     later = [edit for edit in made.edits if edit[0] <= ids[-1]]
-    return replace(made, is_exclusive=2, edits=[*first, *later])
+    return replace(made, restriction=2, edits=[*first, *later])
 
 
 @st.composite
@@ -276,7 +276,7 @@ def test_sample_reports_exactly_the_rows_that_are_not_finite(value: float, chang
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_sample_reports_a_sample_without_an_allowed_token(temperature: float) -> None:
     held = sampling_of(
-        range(2), [SampleSettings(temperature=temperature, is_exclusive=True, num_logprobs=2), SampleSettings()]
+        range(2), [SampleSettings(temperature=temperature, restriction=1, num_logprobs=2), SampleSettings()]
     )
     found = run_sample(normal(2, 8), normal(30, 8), places(2), held)
     assert found.token_ids[0] == NONE_ALLOWED
@@ -290,7 +290,7 @@ def test_forbidden_tokens_are_never_sampled_at_any_temperature(temperature: floa
     allowed = [(token_id, 0.0, 1.0, 0.0) for token_id in (7, 300)]
     held = sampling_of(
         [0] * 64,
-        [SampleSettings(temperature=temperature, is_exclusive=True, edits=allowed, seed=seed) for seed in range(64)],
+        [SampleSettings(temperature=temperature, restriction=1, edits=allowed, seed=seed) for seed in range(64)],
     )
     found = run_sample(normal(1, 8), normal(400, 8), places(1), held)
     assert set(found.token_ids.tolist()) <= {7, 300}

@@ -85,7 +85,7 @@ MIXED = (
     SampleSettings(is_normalized=True, num_logprobs=8, edits=[(9, 3.0, 1.2, 0.0), (2, 0.0, 1.0, -np.inf)]),
     SampleSettings(temperature=0.8, min_p=0.02, typical_p=0.7, seed=2),
     SampleSettings(forced_id=30, num_logprobs=3),
-    SampleSettings(is_exclusive=True, temperature=1.0, seed=3, edits=[(i, 0.0, 1.0, 0.0) for i in range(20, 60)]),
+    SampleSettings(restriction=1, temperature=1.0, seed=3, edits=[(i, 0.0, 1.0, 0.0) for i in range(20, 60)]),
     SampleSettings(edits=[(i, 0.0, 1.3, -0.1) for i in range(100)]),
     SampleSettings(temperature=3.0, seed=4, num_logprobs=20),
 )

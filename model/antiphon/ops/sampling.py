@@ -21,6 +21,9 @@ from antiphon.ops.logits_warpers import Warp, ids_of_largest, sample_token
 
 NOT_FINITE = -1
 NONE_ALLOWED = -2
+# Values of the parameter `restriction` besides 0, which is none.
+EDITED_ONLY = 1
+OWN_VOCABULARY = 2
 _TINY = float(np.finfo(np.float32).tiny)
 
 FLOAT_PARAMS: Mapping[str, float] = {"temperature": 0.0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0}
@@ -30,7 +33,7 @@ They are sampling controls under the names of antiphon.controls; kernels know th
 """
 
 INT_PARAMS: Mapping[str, int] = {
-    "top_k": 0, "seed": 0, "forced_id": -1, "num_logprobs": -1, "is_normalized": 0, "is_exclusive": 0,
+    "top_k": 0, "seed": 0, "forced_id": -1, "num_logprobs": -1, "is_normalized": 0, "restriction": 0,
 }  # fmt: skip
 """Columns of SamplingArrays.int_params in their order, with their neutral values."""
 
@@ -50,9 +53,9 @@ class SamplingArrays:
         forced_id: forced token id, which is scored and not sampled; -1 is none.
         num_logprobs: -1 requests no log-probabilities, 0 the sampled token's, k also those of k candidates.
         is_normalized: 1 edits log-probabilities (a beam), 0 logits.
-        is_exclusive: 1 forbids every token that has no edit. 2 removes these tokens from the vocabulary: neither the
-            sum of exp(logit) nor any other step has them. Then the first edits have rising ids, one edit for each token
-            of the vocabulary; others after them, and a forced token, are of the same ids.
+        restriction: EDITED_ONLY forbids every token that has no edit. OWN_VOCABULARY removes these tokens from the
+            vocabulary: neither the sum of exp(logit) nor any other step has them. Then the first edits have rising ids,
+            one edit for each token of the vocabulary; edits after them, and a forced token, are of the same ids.
     edit_offsets [K+1] int32: sample i has edits edit_offsets[i] .. edit_offsets[i+1]-1, applied in this order.
     edit_ids [E] int32, edit_values [E, 3] float32: the value v of a token becomes penalised(v + bias) + shift, where
         (bias, penalty, shift) is the edit's and penalised(x) is x / penalty above 0 and x * penalty otherwise. A shift
@@ -155,21 +158,21 @@ def sample(logits: NDArray[np.float32], sampling: SamplingArrays, positions: NDA
 
 def _selected(logits: NDArray[np.float32], sampling: SamplingArrays) -> NDArray[np.float32]:
     """Return logits [K, V] that are -inf for tokens that a sample's vocabulary lacks: a copy where there are such."""
-    rows = np.flatnonzero(sampling.ints("is_exclusive") == 2).tolist()
+    rows = np.flatnonzero(sampling.ints("restriction") == OWN_VOCABULARY).tolist()
     if not rows:
         return logits
     result = logits.copy()
     for row in rows:
-        held = sampling.edit_ids[sampling.edit_offsets[row] : sampling.edit_offsets[row + 1]]
+        token_ids = sampling.edit_ids[sampling.edit_offsets[row] : sampling.edit_offsets[row + 1]]
         result[row] = -np.inf
-        result[row, held] = logits[row, held]
+        result[row, token_ids] = logits[row, token_ids]
     return result
 
 
 def _is_more_than_argmax(sampling: SamplingArrays) -> NDArray[np.bool_]:
     """Return [K]: True for samples that need more than the largest logit."""
     has_edits = sampling.edit_offsets[1:] > sampling.edit_offsets[:-1]
-    is_edited = has_edits | (sampling.ints("is_exclusive") != 0) | (sampling.ints("is_normalized") != 0)
+    is_edited = has_edits | (sampling.ints("restriction") != 0) | (sampling.ints("is_normalized") != 0)
     is_asked = (
         (sampling.floats("temperature") > 0) | (sampling.ints("forced_id") >= 0) | (sampling.ints("num_logprobs") >= 0)
     )
@@ -223,10 +226,10 @@ def warp_of(sampling: SamplingArrays, row: int) -> Warp:
 def _edited(values: NDArray[np.float32], sampling: SamplingArrays, row: int) -> NDArray[np.float32]:
     """Return values [V] after a sample's edits: the same array where it has none, and a copy otherwise."""
     edits = slice(int(sampling.edit_offsets[row]), int(sampling.edit_offsets[row + 1]))
-    ids, is_exclusive = sampling.edit_ids[edits], bool(sampling.ints("is_exclusive")[row])
-    if not len(ids) and not is_exclusive:
+    ids, is_restricted = sampling.edit_ids[edits], bool(sampling.ints("restriction")[row])
+    if not len(ids) and not is_restricted:
         return values
-    result = np.full_like(values, -np.inf) if is_exclusive else values.copy()
+    result = np.full_like(values, -np.inf) if is_restricted else values.copy()
     result[ids] = values[ids]
     edit_values = sampling.edit_values[edits]
     while len(ids):  # once; or, where a token has several edits, once for its first, once for its second, ...

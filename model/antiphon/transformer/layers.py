@@ -9,6 +9,7 @@ Axes: B batch, S source, T target, M model width, H heads, D head width, C cache
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -127,17 +128,19 @@ class SelfAttention(nn.Module):
         return self.out(attended.flatten(-2))  # type: ignore[no-any-return]
 
 
-class SimpleRecurrence(nn.Module):
-    """Simpler simple recurrent unit, SSRU (Kim et al. 2019, "From Research to Production and Back", section 3.2).
+class Recurrence(nn.Module, ABC):
+    """Reader of the tokens before in place of self-attention: a state of the size of one token follows each token."""
 
-    One matrix of width 2 M projects candidate and forget gate; the candidate has no bias in Marian, here a zero one.
-    The state c = f c + (1 - f) candidate has the size of one token for any number of tokens before.
-    """
+    @abstractmethod
+    def states(self, hidden: Tensor, positions: Tensor, before: Tensor | None) -> Tensor:
+        """Return the states [B, T, M] after each token of hidden [B, T, M] at positions [B, T] or [1, T].
 
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.input = nn.Linear(config.d_model, 2 * config.d_model)
-        self.max_len = config.max_target_len
+        before: states [B, M] before the only token, T = 1; None: the first token is at position 0.
+        """
+
+    @abstractmethod
+    def output(self, hidden: Tensor, states: Tensor) -> Tensor:
+        """Return the sublayer's output for its input and the states after each token, all [..., M]."""
 
     def forward(
         self,
@@ -150,20 +153,39 @@ class SimpleRecurrence(nn.Module):
     ) -> Tensor:
         """Read hidden [B, T, M] from left to right. Returns [B, T, M]. Other arguments as in SelfAttention.
 
-        cache: its keys [B, 1, 1, M] are the state after the first lens tokens of each row, and are replaced.
+        cache: its keys [B, 1, 1, M] are the state after the first lens tokens of each row, and are replaced; T = 1.
         """
+        before = None
+        if cache is not None:
+            before = torch.where(cache.lens[:, None] > 0, cache.keys[:, 0, 0], 0.0)
+        states = self.states(hidden, positions, before)
+        if cache is not None:
+            cache.keys = states[:, None]
+        return self.output(hidden, states)
+
+
+class SimpleRecurrence(Recurrence):
+    """Simpler simple recurrent unit, SSRU (Kim et al. 2019, "From Research to Production and Back", section 3.2).
+
+    One matrix of width 2 M projects candidate and forget gate; the candidate has no bias in Marian, here a zero one.
+    The state is c = f c + (1 - f) candidate.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.input = nn.Linear(config.d_model, 2 * config.d_model)
+        self.max_len = config.max_target_len
+
+    def states(self, hidden: Tensor, positions: Tensor, before: Tensor | None) -> Tensor:
+        """Return c after each token."""
         candidate, gate = self.input(hidden).chunk(2, dim=-1)
         forget = torch.sigmoid(gate)
         update = (1 - forget) * candidate
-        if cache is None:
-            return torch.relu(_scan(forget, update, self.max_len))
-        states = []
-        state = torch.where(cache.lens[:, None] > 0, cache.keys[:, 0, 0], 0.0)
-        for step in range(hidden.shape[1]):
-            state = forget[:, step] * state + update[:, step]
-            states.append(state)
-        cache.keys = state[:, None, None]
-        return torch.relu(torch.stack(states, dim=1))
+        return _scan(forget, update, self.max_len) if before is None else forget * before[:, None] + update
+
+    def output(self, hidden: Tensor, states: Tensor) -> Tensor:
+        """Return relu(c)."""
+        return torch.relu(states)
 
 
 def _scan(factors: Tensor, terms: Tensor, max_len: int) -> Tensor:
@@ -180,11 +202,8 @@ def _scan(factors: Tensor, terms: Tensor, max_len: int) -> Tensor:
     return terms
 
 
-class AverageAttention(nn.Module):
-    """Average attention (Zhang et al. 2018, section 3.1): cumulative average, then feed-forward and gates.
-
-    The state is the average of the tokens before; it has the size of one token for any number of them.
-    """
+class AverageAttention(Recurrence):
+    """Average attention (Zhang et al. 2018, section 3.1): cumulative average, then feed-forward and gates."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -194,31 +213,14 @@ class AverageAttention(nn.Module):
         self.input_gate = nn.Linear(width, width) if kind.gated else None
         self.average_gate = nn.Linear(width, width) if kind.gated else None
 
-    def forward(
-        self,
-        hidden: Tensor,
-        positions: Tensor,
-        lens: Tensor | None,
-        bias: Tensor | None,
-        relative: Relative = None,
-        cache: SelfCache | None = None,
-    ) -> Tensor:
-        """Read hidden [B, T, M] from left to right. Returns [B, T, M]. Other arguments as in SelfAttention.
+    def states(self, hidden: Tensor, positions: Tensor, before: Tensor | None) -> Tensor:
+        """Return the averages of all tokens so far."""
+        total = hidden.cumsum(dim=1) if before is None else before[:, None] * positions[..., None] + hidden
+        return total / (positions[..., None] + 1)
 
-        cache: its keys [B, 1, 1, M] are the average of the first lens tokens of each row, and are replaced.
-        """
-        total = hidden.cumsum(dim=1)
-        if cache is not None:
-            before = cache.keys[:, 0] * cache.lens[:, None, None]  # [B, 1, M]
-            total = total + torch.where(cache.lens[:, None, None] > 0, before, 0.0)
-        average = total / (positions[..., None] + 1)
-        if cache is not None:
-            cache.keys = average[:, None, -1:]
-        return self.combine(hidden, average)
-
-    def combine(self, hidden: Tensor, average: Tensor) -> Tensor:
-        """Return the sublayer's output for its input and the averages, each [..., M]."""
-        update: Tensor = self.feed_forward(average)
+    def output(self, hidden: Tensor, states: Tensor) -> Tensor:
+        """Return the averages after feed-forward and gates."""
+        update: Tensor = self.feed_forward(states)
         if self.input_gate is None or self.average_gate is None:
             return update
         gates: tuple[Tensor, Tensor] = self.input_gate(hidden).sigmoid(), self.average_gate(update).sigmoid()

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from antiphon.domain.sampling_params import SamplingParams
+from antiphon.ops.sampling import EDITED_ONLY, OWN_VOCABULARY
 
 _NEUTRAL = (0.0, 1.0, 0.0)
 _FORBIDDEN = (0.0, 1.0, -np.inf)
@@ -22,7 +23,7 @@ class LogitsProcessors:
     """Logits processors of one sequence, updated with every token.
 
     Their cost grows with the tokens that have an edit, not with the tokens produced.
-    is_exclusive: kind of the tokens without an edit, as the parameter of this name in SamplingArrays.
+    restriction: as the parameter of this name in SamplingArrays.
     is_constant: True if no token changes the edits.
     """
 
@@ -37,7 +38,9 @@ class LogitsProcessors:
 
         candidate_ids: as in Request.
         """
-        self.is_exclusive = 2 if candidate_ids is not None else int(bool(params.allowed_ids))
+        self.restriction = EDITED_ONLY if params.allowed_ids else 0
+        if candidate_ids is not None:
+            self.restriction = OWN_VOCABULARY
         self.is_constant = not (
             params.presence_penalty
             or params.frequency_penalty
@@ -99,7 +102,7 @@ class LogitsProcessors:
         """Return ids [E] and values [E, 3] of the edits of the next sample: views, valid until any method is called."""
         count = len(self._slots)
         for token_id in self._forbidden_now():
-            if self.is_exclusive and token_id not in self._slots:
+            if self.restriction and token_id not in self._slots:
                 continue  # excluded already; an edit would allow it
             self._write(count, token_id, _FORBIDDEN)
             count += 1
@@ -148,7 +151,7 @@ class LogitsProcessors:
     def _slot(self, token_id: int) -> int | None:
         """Return the index of a token's edit, a new one if it has none; None if that would allow an excluded token."""
         slot = self._slots.get(token_id)
-        if slot is not None or self.is_exclusive:
+        if slot is not None or self.restriction:
             return slot
         return self._add(token_id)
 

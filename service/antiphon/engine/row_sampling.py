@@ -39,7 +39,7 @@ class RowSampling:
             "forced_id": forced_id(sequence),
             "num_logprobs": -1 if num_logprobs is None else num_logprobs,
             "is_normalized": group.is_beam_search,
-            "is_exclusive": 0 if sequence.processors is None else sequence.processors.is_exclusive,
+            "restriction": 0 if sequence.processors is None else sequence.processors.restriction,
         }
         arrays.float_params[row] = [as_float32(getattr(params, name)) for name in FLOAT_PARAMS]
         arrays.int_params[row] = [ints[name] for name in INT_PARAMS]

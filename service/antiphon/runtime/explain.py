@@ -102,8 +102,8 @@ class Edits:
     """[E]"""
     values: NDArray[np.float32] = field(default_factory=lambda: np.zeros((0, 3), np.float32))
     """[E, 3]"""
-    is_exclusive: int = 0
-    """Kind of the tokens without an edit, as the parameter of this name in SamplingArrays."""
+    restriction: int = 0
+    """As the parameter of this name in SamplingArrays."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +180,7 @@ def _sampling(pick: int, edits: Edits, vocab_size: int) -> SamplingArrays:
         edit_values=edits.values,
     )
     sampling.ints("num_logprobs")[:] = vocab_size
-    sampling.ints("is_exclusive")[1] = edits.is_exclusive
+    sampling.ints("restriction")[1] = edits.restriction
     return sampling
 
 

@@ -118,8 +118,8 @@ class ModelFacts:
     num_blocks: int
     """Number of cache blocks, for self and cross attention together; their ids are below it."""
     cache_bytes_per_token: int
-    """Bytes of keys and values of one token, all layers; the same for self and cross attention. A block has
-    block_size times as many, whatever it stores."""
+    """Bytes of keys and values of one token, all layers; the same for self and cross attention. Every block
+    has block_size times as many, a block with a state of constant size too."""
     heads: Mapping[HeadTask, HeadConfig] = field(default_factory=dict)
     """Heads that read the encoder output, by task."""
     embedding: EmbeddingConfig | None = None

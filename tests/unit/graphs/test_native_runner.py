@@ -146,9 +146,9 @@ KINDS = (
     SampleSettings(
         num_logprobs=VOCAB_SIZE, is_normalized=True, edits=[(7, 9.0, 1.0, 0.0), (8, 0.0, 1.5, -2.0), (7, 0.0, 2.0, 1.0)]
     ),
-    SampleSettings(is_exclusive=True, temperature=1.0, num_logprobs=4, edits=[(3, 0.0, 1.0, 0.0), (9, 1.0, 0.5, 0.0)]),
+    SampleSettings(restriction=1, temperature=1.0, num_logprobs=4, edits=[(3, 0.0, 1.0, 0.0), (9, 1.0, 0.5, 0.0)]),
     SampleSettings(forced_id=11, num_logprobs=2, edits=[(4, 0.0, 1.0, -np.inf)]),
-    SampleSettings(is_exclusive=True),
+    SampleSettings(restriction=1),
 )
 
 

@@ -53,7 +53,7 @@ def test_scorer_applies_the_edits_to_the_scores_only() -> None:
 
 def test_scorer_forbids_tokens_without_an_edit_when_edits_are_exclusive() -> None:
     ids, values = np.array([5, 6], np.int32), np.array([[0.0, 1.0, 0.0]] * 2, np.float32)
-    found = NextTokenScorer(Opening()).score(SOURCE, TARGET, Edits(ids=ids, values=values, is_exclusive=True))
+    found = NextTokenScorer(Opening()).score(SOURCE, TARGET, Edits(ids=ids, values=values, restriction=1))
     assert np.flatnonzero(found.scores > -np.inf).tolist() == [5, 6]
     assert np.isfinite(found.logprobs[4:]).all()
 

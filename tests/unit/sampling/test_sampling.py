@@ -136,7 +136,7 @@ def test_samples_never_change_the_logits() -> None:
     kinds = [
         SampleSettings(edits=edits),
         SampleSettings(is_normalized=True, num_logprobs=2),
-        SampleSettings(temperature=1.0, is_exclusive=True, edits=edits),
+        SampleSettings(temperature=1.0, restriction=1, edits=edits),
         SampleSettings(temperature=2.0, top_p=0.5, typical_p=0.5),
     ]
     draw(logits, kinds)
@@ -146,13 +146,13 @@ def test_samples_never_change_the_logits() -> None:
 def test_samples_are_exclusive_of_tokens_without_an_edit() -> None:
     logits = logits_of(1, 100)
     edits = [(7, 0.0, 1.0, 0.0), (40, 0.0, 1.0, 0.0), (41, 0.0, 1.0, FORBIDDEN)]
-    drawn = draw(logits, [SampleSettings(is_exclusive=True, num_logprobs=4, edits=edits)])
+    drawn = draw(logits, [SampleSettings(restriction=1, num_logprobs=4, edits=edits)])
     best = max((7, 40), key=lambda token_id: float(logits[0, token_id]))
     assert drawn.token_ids[0] == best
     assert drawn.top_ids[0].tolist() == [best, 47 - best, -1, -1]
     assert np.isneginf(drawn.top_scores[0, 2:]).all()
     assert not drawn.top_logprobs[0, 2:].any()
-    sampled = SampleSettings(is_exclusive=True, temperature=5.0, edits=edits)
+    sampled = SampleSettings(restriction=1, temperature=5.0, edits=edits)
     found = {int(draw(logits, [dataclasses.replace(sampled, seed=seed)]).token_ids[0]) for seed in range(200)}
     assert found == {7, 40}
 
@@ -162,7 +162,7 @@ def test_samples_are_none_where_everything_is_forbidden() -> None:
     all_forbidden = [(token_id, 0.0, 1.0, FORBIDDEN) for token_id in range(4)]
     kinds = [
         SampleSettings(edits=all_forbidden, num_logprobs=2),
-        SampleSettings(is_exclusive=True, temperature=1.0, num_logprobs=1),
+        SampleSettings(restriction=1, temperature=1.0, num_logprobs=1),
         SampleSettings(edits=all_forbidden, forced_id=2, num_logprobs=1),
     ]
     drawn = draw(logits, kinds)
@@ -231,7 +231,7 @@ def choice_strategy(vocab_size: int) -> st.SearchStrategy[SampleSettings]:
         forced_id=st.sampled_from([-1, -1, 0]),
         num_logprobs=st.integers(-1, 7),
         is_normalized=st.booleans(),
-        is_exclusive=st.booleans(),
+        restriction=st.sampled_from([0, 1]),
         edits=st.lists(edit, max_size=3),
     )
 

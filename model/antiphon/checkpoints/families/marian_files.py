@@ -188,13 +188,13 @@ def _placement(option: _Options, decoder: str) -> str:
     values = [str(option.any(name, default)) for name, default in zip(names, ("", "dan", ""), strict=True)]
     before, after, top = (value.replace("d", "") for value in values)
     placement = _PLACEMENTS.get((before, after, top))
-    given = ", ".join(f"{name} is {value!r}" for name, value in zip(names, values, strict=True))
+    described = ", ".join(f"{name} is {value!r}" for name, value in zip(names, values, strict=True))
     if placement is None:
         raise SourceError(
-            f"{option.path}: {given}; supported together are '', 'an', '' and 'n', 'a', 'n', each with any 'd'"
+            f"{option.path}: {described}; supported together are '', 'an', '' and 'n', 'a', 'n', each with any 'd'"
         )
     if placement == "pre" and decoder == "average":
-        raise SourceError(f"{option.path}: {given}; supported with average-attention are '', 'an', ''")
+        raise SourceError(f"{option.path}: {described}; supported with average-attention are '', 'an', ''")
     return placement
 
 

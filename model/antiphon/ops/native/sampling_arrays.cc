@@ -113,8 +113,8 @@ void SamplingArrays::CheckSample(int64_t i, int64_t tokens, int64_t vocab) const
   Require(num_logprobs(i) >= -1 && num_logprobs(i) <= most, "num_logprobs", num_logprobs(i),
           [&] { return "it must be -1 to " + std::to_string(most); });
   Require((integer(i, kIsNormalized) & ~1) == 0, "is_normalized", integer(i, kIsNormalized), "it must be 0 or 1");
-  const int64_t exclusive = integer(i, kIsExclusive);
-  Require(exclusive >= 0 && exclusive <= 2, "is_exclusive", exclusive, "it must be 0, 1 or 2");
+  const int64_t restriction = integer(i, kRestriction);
+  Require(restriction >= 0 && restriction <= 2, "restriction", restriction, "it must be 0, 1 or 2");
   CheckWarpers(i);
 }
 

@@ -22,7 +22,7 @@ struct Edit {
 
 // Columns of float_params and int_params, in the order of FLOAT_PARAMS and INT_PARAMS in model/antiphon/ops/sampling.py.
 enum FloatParam { kTemperature, kTopP, kMinP, kTypicalP, kNumFloatParams };
-enum IntParam { kTopK, kSeed, kForcedId, kNumLogprobs, kIsNormalized, kIsExclusive, kNumIntParams };
+enum IntParam { kTopK, kSeed, kForcedId, kNumLogprobs, kIsNormalized, kRestriction, kNumIntParams };
 
 class SamplingArrays {
  public:
@@ -36,9 +36,9 @@ class SamplingArrays {
   int64_t forced_id(int64_t i) const { return integer(i, kForcedId); }        // -1: none
   int64_t num_logprobs(int64_t i) const { return integer(i, kNumLogprobs); }  // -1: none
   bool is_normalized(int64_t i) const { return integer(i, kIsNormalized) != 0; }
-  bool is_exclusive(int64_t i) const { return integer(i, kIsExclusive) != 0; }
+  bool is_exclusive(int64_t i) const { return integer(i, kRestriction) != 0; }
   // Returns true for a sample whose vocabulary is the tokens with an edit: the leading edits, by rising id.
-  bool is_selected(int64_t i) const { return integer(i, kIsExclusive) == 2; }
+  bool is_selected(int64_t i) const { return integer(i, kRestriction) == 2; }
   int64_t num_selected(int64_t i) const { return num_selected_[static_cast<size_t>(i)]; }
   const int32_t* selected_ids(int64_t i) const { return edit_ids_ + first_edit(i); }
   // Index of a token among the selected ones of a sample, -1 if it is none of them.

@@ -141,5 +141,5 @@ def _run(
 
 
 def row_states(cache: Tensor, block: int, layer: int, width: int) -> Tensor:
-    """Return a view of the two states [2, M] of a layer in a block, float32 whatever the type of the cache."""
+    """Return a view of the two states [2, M] of a layer in a block: float32 also in a float16 cache."""
     return cache[block, layer].flatten().view(torch.float32)[: 2 * width].view(2, width)

@@ -302,7 +302,7 @@ def _edits(request: Request, decoder_ids: Sequence[int], generated_ids: Sequence
     for token_id in generated_ids:
         processors.push(token_id)
     ids, values = processors.current()
-    return Edits(ids=ids, values=values, is_exclusive=processors.is_exclusive)
+    return Edits(ids=ids, values=values, restriction=processors.restriction)
 
 
 def _warp(params: SamplingParams) -> Warp:

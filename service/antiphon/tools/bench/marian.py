@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -46,9 +47,11 @@ import sys
 from pathlib import Path
 from fxtranslate import Translator
 model, vocabulary, shortlist = (Path(name).read_bytes() for name in sys.argv[1:4])
-one = Translator(model, vocabulary, vocabulary, shortlist).translate
-translate = lambda lines: [one(line) for line in lines]
+translator = Translator(model, vocabulary, vocabulary, shortlist)
+translate = lambda lines: [translator.translate(line) for line in lines]
 """
+
+ROWS = (64, 1)
 
 Side = Callable[[Sequence[str]], list[str]]
 """Translates sentences."""
@@ -154,6 +157,44 @@ def measure(sides: dict[str, Side], lines: Sequence[str], rounds: int) -> dict[s
     return results
 
 
+def compare(args: argparse.Namespace, rows: int, npz: Path, lines: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Measure all sides with `rows` sentences at a time; print and return their results. npz: the model as float32."""
+    model = model_file(args.files)
+    vocabulary, shortlist = next(args.files.glob("*.spm")), next(args.files.glob("lex*.bin"))
+    pymarian, fxtranslate = (next(args.wheels.glob(f"{name}==*")) for name in ("pymarian", "fxtranslate"))
+    cores = args.cores if rows > 1 else 1
+    flags = f"--port 0 --metrics-port 0 --access-log none --max-num-seqs {rows} --threads {cores}".split()
+    settings = (
+        f"-m {npz} -v {vocabulary} {vocabulary} --shortlist {shortlist} false --cpu-threads {cores} "
+        f"--beam-size 1 --mini-batch {rows} --maxi-batch {100 if rows > 1 else 1} -w 512 --quiet"
+    )
+    with ExitStack() as stack:
+        server = Served("antiphon.cli.main", "serve", str(args.bundle), "--precision", args.precision, *flags)
+        client = stack.enter_context(Client(stack.enter_context(server).target))
+        marian = stack.enter_context(Child(pymarian, _PYMARIAN, settings))
+        files = (str(model), str(vocabulary), str(shortlist))
+        children = [stack.enter_context(Child(fxtranslate, _FXTRANSLATE, *files)) for _ in range(cores)]
+        sides: dict[str, Side] = {
+            "antiphon": served(client, rows, use_shortlist=False),
+            "antiphon, shortlist": served(client, rows, use_shortlist=True),
+            "fxtranslate": shared_out(children),
+            "pymarian": marian if rows > 1 else one_by_one(marian),
+        }
+        results = measure(sides, lines, args.rounds)
+    texts = {name: result.pop("texts") for name, result in results.items()}
+    best = max(results[name]["median"] for name in ("fxtranslate", "pymarian"))
+    for name, result in results.items():
+        result["texts_of_pymarian"] = sum(map(str.__eq__, texts[name], texts["pymarian"]))
+        speed = f"{result['median']:8.1f} sentences/s, {result['median'] / best:.2f} of the better rival"
+        print(f"{rows:3} rows  {name:20} {speed}", flush=True)
+    return results
+
+
+def model_file(folder: Path) -> Path:
+    """Return the model of a directory."""
+    return next(path for path in folder.iterdir() if path.suffix in (".bin", ".npz") and "lex" not in path.name)
+
+
 def main() -> None:
     """Measure, print a line for each side, and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -167,43 +208,12 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     lines = args.sources.read_text(encoding="utf-8").splitlines()
-    model = next(path for path in args.files.iterdir() if path.suffix in (".bin", ".npz") and "lex" not in path.name)
-    vocabulary, shortlist = next(args.files.glob("*.spm")), next(args.files.glob("lex*.bin"))
-    pymarian, fxtranslate = (next(args.wheels.glob(f"{name}==*")) for name in ("pymarian", "fxtranslate"))
-    found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as scratch:
         npz = Path(scratch) / "model.npz"
-        write_npz(MarianFile(model), npz)
-        for rows in (64, 1):
-            cores = args.cores if rows > 1 else 1
-            flags = f"--port 0 --metrics-port 0 --access-log none --max-num-seqs {rows} --threads {cores}".split()
-            server = Served("antiphon.cli.main", "serve", str(args.bundle), "--precision", args.precision, *flags)
-            settings = (
-                f"-m {npz} -v {vocabulary} {vocabulary} --shortlist {shortlist} false --cpu-threads {cores} "
-                f"--beam-size 1 --mini-batch {rows} --maxi-batch {100 if rows > 1 else 1} -w 512 --quiet"
-            )
-            children = [
-                Child(fxtranslate, _FXTRANSLATE, str(model), str(vocabulary), str(shortlist)) for _ in range(cores)
-            ]
-            with server, Client(server.target) as client, Child(pymarian, _PYMARIAN, settings) as marian:
-                sides: dict[str, Side] = {
-                    "antiphon": served(client, rows, use_shortlist=False),
-                    "antiphon, shortlist": served(client, rows, use_shortlist=True),
-                    "fxtranslate": shared_out(children),
-                    "pymarian": marian if rows > 1 else one_by_one(marian),
-                }
-                results = measure(sides, lines, args.rounds)
-            for child in children:
-                child.__exit__(None, None, None)
-            best = max(results[name]["median"] for name in ("fxtranslate", "pymarian"))
-            texts = {name: result.pop("texts") for name, result in results.items()}
-            for name, result in results.items():
-                result["texts_of_pymarian"] = sum(map(str.__eq__, texts[name], texts["pymarian"]))
-                speed = f"{result['median']:8.1f} sentences/s, {result['median'] / best:.2f} of the better rival"
-                print(f"{rows:3} rows  {name:20} {speed}", flush=True)
-            found[f"{rows} rows"] = results
+        write_npz(MarianFile(model_file(args.files)), npz)
+        results = {f"{rows} rows": compare(args, rows, npz, lines) for rows in ROWS}
     if args.json is not None:
-        args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        args.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
