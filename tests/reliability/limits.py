@@ -103,6 +103,7 @@ OPTIONS: dict[str, Limit] = {
         taken=(["x"], ["x" * 255], ["x" * 256], ["x"] * 15, ["x"] * 16), refused=([""], ["x" * 257], ["x"] * 17)
     ),
     "ignore_eos": Limit(taken=(False, True)),
+    "use_shortlist": Limit(taken=(False,), refused=(True,)),  # the shipped model has no shortlist
     "num_logprobs": whole_numbers(0, 20),
 }  # fmt: skip
 
