@@ -6,14 +6,15 @@ serves all shapes, and invalid shapes reach the operator's own checks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 
 from antiphon.bundle.session import native_session
 from antiphon.export.bundle_model import run_native
@@ -35,12 +36,25 @@ _OUTPUTS = {
 
 
 def run_node(
-    op_type: str, inputs: Inputs, *, threads: int = 1, library: Path = LIBRARY, **attributes: Any
+    op_type: str,
+    inputs: Inputs,
+    *,
+    constants: Collection[str] = (),
+    threads: int = 1,
+    library: Path = LIBRARY,
+    **attributes: Any,
 ) -> list[Array]:
-    """Run the operator and return its outputs. A cache is changed in place."""
+    """Run the operator and return its outputs. A cache is changed in place.
+
+    constants: names of the inputs that are initializers, as weights are in a bundle.
+    """
     kinds = tuple((name, None if array is None else (array.dtype.str, array.ndim)) for name, array in inputs.items())
-    session = _session(op_type, kinds, tuple(attributes.items()), threads, library)
-    return run_native(session, {name: array for name, array in inputs.items() if array is not None})
+    given = {name: array for name, array in inputs.items() if array is not None}
+    fed = {name: array for name, array in given.items() if name not in constants}
+    if not constants:
+        return run_native(_cached_session(op_type, kinds, tuple(attributes.items()), threads, library), fed)
+    held = {name: array for name, array in given.items() if name in constants}
+    return run_native(_session(op_type, kinds, tuple(attributes.items()), threads, library, held), fed)
 
 
 def attend(op_type: str, inputs: Inputs, *, threads: int = 1, **attributes: Any) -> Array:
@@ -75,24 +89,28 @@ def gate(x: Array, activation: str) -> Array:
     return np.ascontiguousarray(run_node("FeedForwardSublayer", arrays, **attributes)[1][:, :gated])
 
 
-@cache
 def _session(
     op_type: str,
     kinds: tuple[tuple[str, tuple[str, int] | None], ...],
     attributes: tuple[tuple[str, Any], ...],
     threads: int,
     library: Path,
+    constants: Mapping[str, Array] = MappingProxyType({}),
 ) -> Any:
     declared = []
     for name, kind in kinds:
-        if kind is not None:
+        if kind is not None and name not in constants:
             element = helper.np_dtype_to_tensor_dtype(np.dtype(kind[0]))
             declared.append(helper.make_tensor_value_info(name, element, [f"{name}_{axis}" for axis in range(kind[1])]))
     outputs = _OUTPUTS[op_type]
     names = ["" if kind is None else name for name, kind in kinds]
     node = helper.make_node(op_type, names, list(outputs), domain=DOMAIN, **dict(attributes))
     described = [helper.make_tensor_value_info(name, element, None) for name, element in outputs.items()]
-    graph = helper.make_graph([node], "single", declared, described)
+    initializers = [numpy_helper.from_array(array, name) for name, array in constants.items()]
+    graph = helper.make_graph([node], "single", declared, described, initializers)
     opsets = [helper.make_opsetid("", 23), helper.make_opsetid(DOMAIN, 1)]
     model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
     return native_session(model.SerializeToString(), threads, library)
+
+
+_cached_session = cache(_session)

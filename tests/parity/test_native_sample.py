@@ -8,6 +8,7 @@ when a random number or the end of a nucleus is on a boundary.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
 
@@ -31,7 +32,7 @@ EXAMPLES = settings(max_examples=80)
 Arrays = dict[str, NDArray[Any]]
 
 
-def sample_settings(vocab: int) -> st.SearchStrategy[SampleSettings]:
+def unselected(vocab: int) -> st.SearchStrategy[SampleSettings]:
     ids = st.integers(0, vocab - 1)
     edit = st.tuples(
         ids,
@@ -39,7 +40,7 @@ def sample_settings(vocab: int) -> st.SearchStrategy[SampleSettings]:
         st.sampled_from([1.0, 0.5, 1.25, 4.0]),
         st.sampled_from([0.0, -0.25, 2.0, -np.inf]),
     )
-    settings = st.builds(
+    return st.builds(
         SampleSettings,
         temperature=st.sampled_from([0.0, 0.0, 0.3, 1.0, 2.5]),
         top_k=st.sampled_from([0, 0, 1, 3, 40, 100_000]),
@@ -53,9 +54,16 @@ def sample_settings(vocab: int) -> st.SearchStrategy[SampleSettings]:
         restriction=st.sampled_from([0, 0, 0, 1]),
         edits=st.just([]) | st.lists(edit, max_size=12),
     )
-    forbids = st.lists(ids, min_size=1, max_size=70).map(lambda held: [(id_, 0.0, 1.0, -np.inf) for id_ in held])
+
+
+def own_vocabulary(vocab: int) -> st.SearchStrategy[SampleSettings]:
+    return unselected(vocab).flatmap(lambda made: selected(made, vocab))
+
+
+def sample_settings(vocab: int) -> st.SearchStrategy[SampleSettings]:
+    forbids = st.lists(st.integers(0, vocab - 1), min_size=1, max_size=70).map(lambda held: [(id_, 0.0, 1.0, -np.inf) for id_ in held])
     forbidding = st.builds(SampleSettings, edits=forbids)
-    return settings | settings.flatmap(lambda made: selected(made, vocab)) | forbidding
+    return unselected(vocab) | own_vocabulary(vocab) | forbidding
 
 
 @st.composite
@@ -71,10 +79,12 @@ def selected(draw: st.DrawFn, made: SampleSettings, vocab: int) -> SampleSetting
 
 
 @st.composite
-def steps(draw: st.DrawFn) -> tuple[Floats, Floats, NDArray[np.int32], SamplingArrays]:
+def steps(
+    draw: st.DrawFn, settings_of: Callable[[int], st.SearchStrategy[SampleSettings]] = sample_settings
+) -> tuple[Floats, Floats, NDArray[np.int32], SamplingArrays]:
     """Hidden states [N, M], weights [V, M], positions [N] and parameters of samples after some of the tokens."""
     vocab, width, tokens = draw(st.integers(1, 700)), draw(st.integers(1, 60)), draw(st.integers(1, 5))
-    held = draw(st.lists(sample_settings(vocab), min_size=1, max_size=6))
+    held = draw(st.lists(settings_of(vocab), min_size=1, max_size=6))
     picks = [draw(st.integers(0, tokens - 1)) for _ in held]
     random = np.random.default_rng([vocab, width, tokens])
     hidden, weight = exact(random, tokens, width), exact(random, vocab, width)
@@ -231,6 +241,28 @@ def test_quantized_sample_equals_sample_of_the_dequantised_weights(tokens: int, 
         expected = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
         errors.append(np.abs(scores - expected).max(axis=1))
     assert (np.minimum(*errors) < 1e-3).all()
+
+
+@EXAMPLES
+@given(steps(own_vocabulary), st.integers(0, 2**32 - 1), st.sampled_from([0.0, 2.0]))
+def test_own_vocabularies_need_only_their_columns_of_a_constant_int8_weight(
+    step: tuple[Floats, Floats, NDArray[np.int32], SamplingArrays], seed: int, cap: float
+) -> None:
+    """A weight that is fed may change at every call, so that whole panels are multiplied."""
+    _, weight, positions, held = step
+    vocab, width = weight.shape
+    operands = {
+        "hidden": normal(len(positions), width, seed=seed),
+        **packed_weight(normal(vocab, width, seed=seed), "int8"),
+        "positions": positions,
+        **sampling_inputs(held),
+        "bias": normal(vocab, seed=seed) if seed % 2 else None,
+    }
+    constants = {"weight", "scales", "column_sums"}
+    found = run_node("QuantizedSample", operands, constants=constants, vocab=vocab, cap=cap)
+    expected = run_node("QuantizedSample", operands, vocab=vocab, cap=cap)
+    for one, other in zip(found, expected, strict=True):
+        assert one.tobytes() == other.tobytes()
 
 
 def plain(rows: int, **changes: Any) -> SamplingArrays:

@@ -5,6 +5,8 @@
 // products, since loads are the bottleneck of one row and one panel. Sums are exact, so their order does not matter.
 // fetches: the tile fetches the weights of the next panels while it multiplies.
 //
+// DotColumn sums over one row and one column that are stored in one piece.
+//
 // A tile has up to kDotRows rows of one panel, or up to kWideDotRows rows of kDotPanels panels. Its sums, the weights
 // and one vector of activations fit into the registers.
 #pragma once
@@ -79,6 +81,14 @@ inline void DotTile<1, 1, false>(const uint8_t* row, const int8_t* columns, int6
   _mm512_storeu_si512(sums, _mm512_add_epi32(halves[0], halves[1]));
 }
 
+ANTIPHON_INLINE int32_t DotColumn(const uint8_t* row, const int8_t* column, int64_t padded) {
+  __m512i sum = _mm512_setzero_si512();
+  for (int64_t k = 0; k < padded; k += 64) {
+    sum = _mm512_dpbusd_epi32(sum, _mm512_loadu_si512(row + k), _mm512_loadu_si512(column + k));
+  }
+  return _mm512_reduce_add_epi32(sum);
+}
+
 #elif defined(__AVX2__)
 
 ANTIPHON_INLINE __m256i LoadHalf(const int8_t* from) {
@@ -86,6 +96,11 @@ ANTIPHON_INLINE __m256i LoadHalf(const int8_t* from) {
 }
 ANTIPHON_INLINE void StoreHalf(int32_t* to, __m256i half) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), half);
+}
+ANTIPHON_INLINE int32_t SumOf(__m256i sums) {
+  const __m128i four = _mm_add_epi32(_mm256_castsi256_si128(sums), _mm256_extracti128_si256(sums, 1));
+  const __m128i two = _mm_add_epi32(four, _mm_unpackhi_epi64(four, four));
+  return _mm_cvtsi128_si32(_mm_add_epi32(two, _mm_shuffle_epi32(two, 1)));
 }
 
 #if defined(__AVXVNNI__)
@@ -139,6 +154,18 @@ inline void DotTile<1, 1, false>(const uint8_t* row, const int8_t* columns, int6
     const __m256i first = _mm256_add_epi32(chains[0][h], chains[1][h]);
     StoreHalf(sums + 8 * h, _mm256_add_epi32(first, _mm256_add_epi32(chains[2][h], chains[3][h])));
   }
+}
+
+ANTIPHON_INLINE int32_t DotColumn(const uint8_t* row, const int8_t* column, int64_t padded) {
+  __m256i sums[2] = {};
+  for (int64_t k = 0; k < padded; k += 64) {
+#pragma GCC unroll 2
+    for (int h = 0; h < 2; ++h) {
+      const __m256i inputs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(row + k + 32 * h));
+      sums[h] = _mm256_dpbusd_avx_epi32(sums[h], inputs, LoadHalf(column + k + 32 * h));
+    }
+  }
+  return SumOf(_mm256_add_epi32(sums[0], sums[1]));
 }
 
 #else
@@ -216,6 +243,22 @@ inline void DotTile<1, 1, false>(const uint8_t* row, const int8_t* columns, int6
   StoreHalf(sums + 8, totals[1]);
 }
 
+// Widened to 16 bits, since sums of two 8-bit products would saturate.
+ANTIPHON_INLINE int32_t DotColumn(const uint8_t* row, const int8_t* column, int64_t padded) {
+  __m256i sums[2] = {};
+  for (int64_t k = 0; k < padded; k += 32) {
+#pragma GCC unroll 2
+    for (int h = 0; h < 2; ++h) {
+      const auto* inputs = reinterpret_cast<const __m128i*>(row + k + 16 * h);
+      const auto* weights = reinterpret_cast<const __m128i*>(column + k + 16 * h);
+      const __m256i products =
+          _mm256_madd_epi16(_mm256_cvtepu8_epi16(_mm_loadu_si128(inputs)), _mm256_cvtepi8_epi16(_mm_loadu_si128(weights)));
+      sums[h] = _mm256_add_epi32(sums[h], products);
+    }
+  }
+  return SumOf(_mm256_add_epi32(sums[0], sums[1]));
+}
+
 #endif  // AVX-VNNI
 #else
 
@@ -232,6 +275,12 @@ ANTIPHON_INLINE void DotTile(const uint8_t* row, const int8_t* columns, int64_t 
     }
   }
   memcpy(sums, totals, sizeof(totals));
+}
+
+ANTIPHON_INLINE int32_t DotColumn(const uint8_t* row, const int8_t* column, int64_t padded) {
+  int32_t sum = 0;
+  for (int64_t k = 0; k < padded; ++k) sum += static_cast<int32_t>(row[k]) * column[k];
+  return sum;
 }
 
 #endif

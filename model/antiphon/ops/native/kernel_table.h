@@ -16,6 +16,7 @@ constexpr Kernels MakeTable(const char* name) {
   table.name = name;
   table.quantize = Quantize;
   table.quantized_product = QuantizedProduct;
+  table.chosen_columns = ChosenColumns;
   table.quantize_by_row = Quantize;
   table.nibble_product = NibbleProduct;
   table.float_product = FloatProduct;

@@ -190,7 +190,11 @@ struct Kernels {
   // begin].
   void (*quantized_product)(const QuantizedRows&, const QuantizedWeight&, Activation, int64_t begin, int64_t end,
                             float* out, int64_t stride);
-  // 4-bit products read rows that `quantize_by_row` wrote: row r at r * padded_inputs in every table.
+  // out[i] is column ids[i] of the product with row `row`, without outliers; columns: the weight as [outputs,
+  // padded_inputs].
+  void (*chosen_columns)(const QuantizedRows&, int64_t row, const QuantizedWeight&, const int8_t* columns,
+                         const int32_t* ids, int64_t count, float* out);
+  // Chosen columns and 4-bit products read rows that `quantize_by_row` wrote: row r at r * padded_inputs in every table.
   void (*quantize_by_row)(const float* x, int64_t inputs, int64_t padded_inputs, const QuantizedRows& rows,
                           int64_t begin, int64_t end);
   void (*nibble_product)(const QuantizedRows&, const NibbleWeight&, Activation, int64_t begin, int64_t end, float* out,

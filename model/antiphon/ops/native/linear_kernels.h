@@ -262,12 +262,18 @@ template <Activation kind>
 class Dequantizer {
  public:
   ANTIPHON_INLINE Dequantizer(const QuantizedWeight& weight, int64_t panel)
-      : scales_(Load(weight.scales + panel * kPanel)),
-        outliers_(weight.outliers.weights + panel * weight.outliers.count * kPanel),
-        width_(PanelWidth(weight.outputs, panel)) {
-    offsets_ = As<U32>(Load(weight.column_sums + panel * kPanel)) * static_cast<uint32_t>(kMiddle);
-    bias_ = weight.bias == nullptr ? F32{} : LoadPart(weight.bias + panel * kPanel, width_);
-  }
+      : Dequantizer(weight.scales + panel * kPanel, weight.column_sums + panel * kPanel,
+                    weight.bias == nullptr ? nullptr : weight.bias + panel * kPanel,
+                    weight.outliers.weights + panel * weight.outliers.count * kPanel,
+                    PanelWidth(weight.outputs, panel)) {}
+  // Of `width` columns with these scales and column sums [16] and this bias [width], which can be null.
+  ANTIPHON_INLINE Dequantizer(const float* scales, const int32_t* column_sums, const float* bias, const float* outliers,
+                              int width)
+      : offsets_(As<U32>(Load(column_sums)) * static_cast<uint32_t>(kMiddle)),
+        scales_(Load(scales)),
+        bias_(bias == nullptr ? F32{} : LoadPart(bias, width)),
+        outliers_(outliers),
+        width_(width) {}
 
   // Writes `height` rows of outputs, beginning at `row`; their sums are `spacing` integers apart.
   ANTIPHON_INLINE void Emit(const int32_t* sums, int64_t spacing, const QuantizedRows& rows, int64_t row,
@@ -313,6 +319,32 @@ ANTIPHON_INLINE void QuantizedColumns(const QuantizedRows& rows, const Quantized
       outputs.Emit(sums + p * kPanel, Panels * kPanel, rows, row, height, out + row * stride + p * kPanel, stride);
     }
   });
+}
+
+// Outputs of one row for columns of any order, which `columns` [outputs, padded_inputs] holds.
+void ChosenColumns(const QuantizedRows& rows, int64_t row, const QuantizedWeight& weight, const int8_t* columns,
+                   const int32_t* ids, int64_t count, float* out) {
+  constexpr int64_t kAhead = 8;  // columns that are fetched while one is multiplied
+  const int64_t padded = weight.padded_inputs;
+  const uint8_t* inputs = rows.data + row * padded;
+  for (int64_t first = 0; first < count; first += kPanel) {
+    const int width = PanelWidth(count, first / kPanel);
+    alignas(64) int32_t sums[kPanel] = {}, column_sums[kPanel] = {};
+    alignas(64) float scales[kPanel] = {}, bias[kPanel] = {};
+    for (int c = 0; c < width; ++c) {
+      const int64_t at = first + c, id = ids[at];
+      if (at + kAhead < count) {
+        const int8_t* next = columns + ids[at + kAhead] * padded;
+        for (int64_t byte = 0; byte < padded; byte += 64) __builtin_prefetch(next + byte);
+      }
+      sums[c] = DotColumn(inputs, columns + id * padded, padded);
+      column_sums[c] = weight.column_sums[id];
+      scales[c] = weight.scales[id];
+      bias[c] = weight.bias == nullptr ? 0.0f : weight.bias[id];
+    }
+    const Dequantizer<Activation::kNone> outputs(scales, column_sums, bias, nullptr, width);
+    outputs.Emit(sums, kPanel, rows, row, 1, out + first, kPanel);
+  }
 }
 
 void QuantizedProduct(const QuantizedRows& rows, const QuantizedWeight& weight, Activation activation, int64_t begin,

@@ -43,6 +43,8 @@ class Logits {
         kept_(static_cast<size_t>(AssignSlots())) {}
 
   int64_t chunks() const { return chunks_; }
+  // Place of the logits of a sample that has a vocabulary of its own, by index; taken once they are written.
+  float* selected(int64_t i) const { return kept_.data() + slots_[static_cast<size_t>(i)]; }
 
   // Takes the logits [samples, stride] of some panels for samples that have a vocabulary of their own.
   void TakeSelected(const Subset& samples, int64_t begin, int64_t end, const float* logits, int64_t stride) const {
@@ -50,7 +52,7 @@ class Logits {
       const int64_t i = samples[row];
       if (!sampling_.is_selected(i)) continue;
       const int32_t *ids = sampling_.selected_ids(i), *last = ids + sampling_.num_selected(i);
-      float* own = kept_.data() + slots_[static_cast<size_t>(i)];
+      float* own = selected(i);
       for (const int32_t* id = std::lower_bound(ids, last, begin * kPanel); id < last && *id < end * kPanel; ++id) {
         own[id - ids] = logits[*id - begin * kPanel];
       }
@@ -173,9 +175,7 @@ class Logits {
 class SelectedPanels {
  public:
   SelectedPanels(const SamplingArrays& sampling, int64_t panels) {
-    for (int64_t i = 0; i < sampling.count(); ++i) {
-      if (!sampling.is_selected(i)) return;
-    }
+    if (!sampling.are_all_selected()) return;
     std::vector<int32_t> ends(static_cast<size_t>(panels) + 1);
     Each(sampling, [&](int64_t panel, int64_t) { ++ends[static_cast<size_t>(panel) + 1]; });
     for (int64_t panel = 0; panel < panels; ++panel) {

@@ -55,6 +55,13 @@ int64_t Attributes::Size(const char* name) const {
   return value;
 }
 
+bool Attributes::IsConstantInput(size_t index) const {
+  int is_constant = 0;
+  const OrtValue* value = nullptr;
+  Check(api_, api_->KernelInfoGetConstantInput_tensor(info_, index, &is_constant, &value), "constant input");
+  return is_constant != 0;
+}
+
 float Attributes::Float(const char* name) const {
   float value = 0;
   Check(api_, api_->KernelInfoGetAttribute_float(info_, name, &value), name);

@@ -49,6 +49,8 @@ class Attributes {
   // Returns `missing` where the node does not have the attribute.
   float Float(const char* name, float missing) const;
   std::string String(const char* name) const;
+  // Returns true where input `index` of the node is an initializer of the model.
+  bool IsConstantInput(size_t index) const;
   const OrtApi* api() const { return api_; }
 
  private:

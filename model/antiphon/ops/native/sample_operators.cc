@@ -1,6 +1,8 @@
 // Sample and QuantizedSample, the end of a step: they sample the next token after each picked token.
 #include <algorithm>
 #include <cstring>
+#include <mutex>
+#include <vector>
 
 #include "logits.h"
 #include "operators.h"
@@ -141,35 +143,14 @@ class Samples {
   float* top_scores_;
 };
 
-// Runs product(samples, first panel, last panel, out, stride, room) for every chunk and samples from its results. room:
-// row_bytes for each sample, rounded up to 16 samples, for the rows of some samples only.
-template <typename Product>
-void SampleAll(const Call& call, const SamplingArrays& sampling, int64_t vocab, float cap, size_t row_bytes,
-               const Product& product) {
+// Samples from the logits that compute(logits) takes.
+template <typename Compute>
+void SampleAll(const Call& call, const SamplingArrays& sampling, int64_t vocab, const Compute& compute) {
   const Kernels& kernels = ActiveKernels();
   const Samples samples(call, sampling);
   if (sampling.count() == 0) return;
   const Logits logits(sampling, vocab);
-  const int64_t panels = RoundUp(vocab, kPanel) / kPanel;
-  const SelectedPanels selected(sampling, panels);
-  call.Parallel(selected.is_empty() ? static_cast<size_t>(logits.chunks()) : selected.tasks(), [&](size_t task) {
-    const Scratch<float> columns(static_cast<size_t>(sampling.count() * kChunk));
-    const int64_t room_rows = selected.is_empty() ? 0 : RoundUp(sampling.count(), kPanel);
-    const Scratch<uint8_t> room(static_cast<size_t>(room_rows) * row_bytes);
-    const auto compute = [&](const Subset& samples, int64_t begin, int64_t end, int64_t stride) {
-      product(samples, begin, end, columns.data(), stride, room.data());
-      if (cap != 0.0f) kernels.cap(columns.data(), samples.count * stride, cap);
-      logits.TakeSelected(samples, begin, end, columns.data(), stride);
-    };
-    if (!selected.is_empty()) {
-      selected.Run(task, [&](int64_t panel, const Subset& samples) { compute(samples, panel, panel + 1, kPanel); });
-      return;
-    }
-    const auto chunk = static_cast<int64_t>(task);
-    const int64_t begin = chunk * kChunkPanels, end = std::min(begin + kChunkPanels, panels);
-    compute({nullptr, sampling.count()}, begin, end, kChunk);
-    logits.Take(kernels, chunk, columns.data());
-  });
+  compute(logits);
   const auto make = [&](size_t i) { samples.Make(kernels, sampling, logits, static_cast<int64_t>(i)); };
   bool is_heavy = false;
   for (int64_t i = 0; i < sampling.count(); ++i) {
@@ -182,85 +163,150 @@ void SampleAll(const Call& call, const SamplingArrays& sampling, int64_t vocab, 
   }
 }
 
-// The rows of some samples one behind the other, in `room`; all rows as they are.
-const float* Gathered(const Subset& samples, const float* hidden, int64_t width, float* room) {
-  if (samples.indices == nullptr) return hidden;
-  for (int64_t row = 0; row < samples.count; ++row) {
-    std::memcpy(room + row * width, hidden + samples[row] * width, static_cast<size_t>(width) * sizeof(float));
-  }
-  return room;
+// Computes every chunk of the logits of all samples by product(first panel, last panel, out, stride).
+template <typename Product>
+void ComputeChunks(const Call& call, const SamplingArrays& sampling, int64_t vocab, float cap, const Logits& logits,
+                   const Product& product) {
+  const Kernels& kernels = ActiveKernels();
+  const int64_t panels = RoundUp(vocab, kPanel) / kPanel;
+  call.Parallel(static_cast<size_t>(logits.chunks()), [&](size_t task) {
+    const Scratch<float> columns(static_cast<size_t>(sampling.count() * kChunk));
+    const auto chunk = static_cast<int64_t>(task);
+    const int64_t begin = chunk * kChunkPanels, end = std::min(begin + kChunkPanels, panels);
+    product(begin, end, columns.data(), kChunk);
+    if (cap != 0.0f) kernels.cap(columns.data(), sampling.count() * kChunk, cap);
+    logits.TakeSelected({nullptr, sampling.count()}, begin, end, columns.data(), kChunk);
+    logits.Take(kernels, chunk, columns.data());
+  });
 }
 
-// The packed weight of the product to logits, by precision, and the product of a chunk of its columns.
+// The packed weight of the product to logits, by precision, and the logits of samples. A sample with a vocabulary of its
+// own needs few columns of the weight.
 class Float32Logits {
  public:
   static constexpr const char* kName = "Sample";
   static constexpr std::array<Port, 1> kPorts = {{{kFloat32}}};
+  struct Columns {
+    explicit Columns(const Attributes&) {}
+  };
 
-  Float32Logits(const Call& call, const Tensor& bias, int64_t inputs, int64_t vocab)
+  Float32Logits(const Call& call, const Tensor& bias, int64_t inputs, int64_t vocab, const Columns&)
       : weight_(CheckedWeight(call.Input(1, "weight", 3), bias, inputs, vocab)) {}
 
   void Sample(const Call& call, const SamplingArrays& sampling, const float* hidden, float cap) const {
-    const auto row_bytes = static_cast<size_t>(weight_.inputs) * sizeof(float);
-    const auto product = [&](const Subset& samples, int64_t begin, int64_t end, float* out, int64_t stride,
-                             uint8_t* room) {
-      const float* rows = Gathered(samples, hidden, weight_.inputs, reinterpret_cast<float*>(room));
-      ActiveKernels().float_product(rows, samples.count, weight_, Activation::kNone, begin, end, out, stride);
-    };
-    SampleAll(call, sampling, weight_.outputs, cap, row_bytes, product);
+    SampleAll(call, sampling, weight_.outputs, [&](const Logits& logits) {
+      const SelectedPanels selected(sampling, RoundUp(weight_.outputs, kPanel) / kPanel);
+      if (!selected.is_empty()) return ComputeSelected(call, sampling, selected, hidden, cap, logits);
+      const auto product = [&](int64_t begin, int64_t end, float* out, int64_t stride) {
+        Multiply(hidden, sampling.count(), begin, end, out, stride);
+      };
+      ComputeChunks(call, sampling, weight_.outputs, cap, logits, product);
+    });
   }
 
  private:
+  void Multiply(const float* rows, int64_t count, int64_t begin, int64_t end, float* out, int64_t stride) const {
+    ActiveKernels().float_product(rows, count, weight_, Activation::kNone, begin, end, out, stride);
+  }
+
+  // Multiplies each panel by the rows that need it, which are copied together.
+  void ComputeSelected(const Call& call, const SamplingArrays& sampling, const SelectedPanels& selected,
+                       const float* hidden, float cap, const Logits& logits) const {
+    const auto width = static_cast<size_t>(weight_.inputs), count = static_cast<size_t>(sampling.count());
+    call.Parallel(selected.tasks(), [&](size_t task) {
+      const Scratch<float> columns(count * kPanel), rows(count * width);
+      selected.Run(task, [&](int64_t panel, const Subset& samples) {
+        for (int64_t row = 0; row < samples.count; ++row) {
+          std::memcpy(rows.data() + static_cast<size_t>(row) * width, hidden + samples[row] * weight_.inputs,
+                      width * sizeof(float));
+        }
+        Multiply(rows.data(), samples.count, panel, panel + 1, columns.data(), kPanel);
+        if (cap != 0.0f) ActiveKernels().cap(columns.data(), samples.count * kPanel, cap);
+        logits.TakeSelected(samples, panel, panel + 1, columns.data(), kPanel);
+      });
+    });
+  }
+
   FloatWeight weight_;
+};
+
+// A constant int8 weight column by column, since a column of a panel is spread over the whole panel. The first sample
+// that has a vocabulary of its own makes it: outputs times padded inputs bytes.
+class ColumnCopy {
+ public:
+  explicit ColumnCopy(const Attributes& attributes) : is_constant_(attributes.IsConstantInput(1)) {}
+
+  // Returns null for a weight that may change.
+  const int8_t* Of(const QuantizedWeight& weight) const {
+    if (!is_constant_) return nullptr;
+    std::call_once(once_, [&] { Fill(weight); });
+    return columns_.front().bytes;
+  }
+
+ private:
+  struct alignas(kDepth) Line {
+    int8_t bytes[kDepth];
+  };
+
+  void Fill(const QuantizedWeight& weight) const {
+    const int64_t padded = weight.padded_inputs, outputs = RoundUp(weight.outputs, kPanel);
+    columns_.resize(static_cast<size_t>(outputs * padded / kDepth));
+    int8_t* to = columns_.front().bytes;
+    for (int64_t column = 0; column < outputs; ++column) {
+      const int8_t* from = weight.data + column / kPanel * padded * kPanel + column % kPanel * 4;
+      for (int64_t k = 0; k < padded; k += 4) std::memcpy(to + column * padded + k, from + k * kPanel, 4);
+    }
+  }
+
+  bool is_constant_;
+  mutable std::once_flag once_;
+  mutable std::vector<Line> columns_;
 };
 
 class Int8Logits {
  public:
   static constexpr const char* kName = "QuantizedSample";
   static constexpr std::array<Port, 3> kPorts = {{{kInt8}, {kFloat32}, {kInt32}}};
+  using Columns = ColumnCopy;
 
-  Int8Logits(const Call& call, const Tensor& bias, int64_t inputs, int64_t vocab)
+  Int8Logits(const Call& call, const Tensor& bias, int64_t inputs, int64_t vocab, const Columns& columns)
       : weight_(CheckedWeight(call.Input(1, "weight", 4), call.Input(2, "scales", 1), call.Input(3, "column_sums", 1),
                               bias, inputs, vocab)),
-        inputs_(inputs) {}
+        inputs_(inputs),
+        columns_(columns) {}
 
   void Sample(const Call& call, const SamplingArrays& sampling, const float* hidden, float cap) const {
-    const QuantizedBuffer buffer(sampling.count(), weight_.padded_inputs, weight_.outliers);
-    QuantizeAll(call, hidden, inputs_, weight_.padded_inputs, buffer.rows());
-    // Of each row of `room`: floats, integers, step and zero point.
-    const auto row_bytes = static_cast<size_t>(inputs_) * sizeof(float) + static_cast<size_t>(weight_.padded_inputs) +
-                           sizeof(float) + sizeof(int32_t);
-    const auto product = [&](const Subset& samples, int64_t begin, int64_t end, float* out, int64_t stride,
-                             uint8_t* room) {
-      const QuantizedRows rows = samples.indices == nullptr ? buffer.rows() : Picked(buffer.rows(), samples, hidden, room);
-      ActiveKernels().quantized_product(rows, weight_, Activation::kNone, begin, end, out, stride);
-    };
-    SampleAll(call, sampling, weight_.outputs, cap, row_bytes, product);
+    const Kernels& kernels = ActiveKernels();
+    SampleAll(call, sampling, weight_.outputs, [&](const Logits& logits) {
+      const QuantizedBuffer buffer(sampling.count(), weight_.padded_inputs, weight_.outliers);
+      const int8_t* columns = sampling.are_all_selected() ? columns_.Of(weight_) : nullptr;
+      if (columns != nullptr) {
+        kernels.quantize_by_row(hidden, inputs_, weight_.padded_inputs, buffer.rows(), 0, sampling.count());
+        return ComputeSelected(call, sampling, buffer.rows(), columns, cap, logits);
+      }
+      QuantizeAll(call, hidden, inputs_, weight_.padded_inputs, buffer.rows());
+      const auto product = [&](int64_t begin, int64_t end, float* out, int64_t stride) {
+        kernels.quantized_product(buffer.rows(), weight_, Activation::kNone, begin, end, out, stride);
+      };
+      ComputeChunks(call, sampling, weight_.outputs, cap, logits, product);
+    });
   }
 
  private:
-  // Copies the rows of some samples; where a table has a layout of its own, quantises them again, with the same bits.
-  QuantizedRows Picked(const QuantizedRows& all, const Subset& samples, const float* hidden, uint8_t* room) const {
+  void ComputeSelected(const Call& call, const SamplingArrays& sampling, const QuantizedRows& rows,
+                       const int8_t* columns, float cap, const Logits& logits) const {
     const Kernels& kernels = ActiveKernels();
-    const int64_t padded = weight_.padded_inputs, room_rows = RoundUp(samples.count, kPanel);
-    auto* steps = reinterpret_cast<float*>(room);
-    auto* zeros = reinterpret_cast<int32_t*>(steps + room_rows);
-    auto* floats = reinterpret_cast<float*>(zeros + room_rows);
-    const QuantizedRows rows{reinterpret_cast<uint8_t*>(floats + room_rows * inputs_), steps, zeros, samples.count};
-    if (kernels.quantize != kernels.quantize_by_row) {
-      kernels.quantize(Gathered(samples, hidden, inputs_, floats), inputs_, padded, rows, 0, samples.count);
-      return rows;
-    }
-    for (int64_t row = 0; row < samples.count; ++row) {
-      std::memcpy(rows.data + row * padded, all.data + samples[row] * padded, static_cast<size_t>(padded));
-      steps[row] = all.steps[samples[row]];
-      zeros[row] = all.zeros[samples[row]];
-    }
-    return rows;
+    call.Parallel(static_cast<size_t>(sampling.count()), [&](size_t task) {
+      const auto i = static_cast<int64_t>(task), count = sampling.num_selected(i);
+      float* own = logits.selected(i);
+      kernels.chosen_columns(rows, i, weight_, columns, sampling.selected_ids(i), count, own);
+      if (cap != 0.0f) kernels.cap(own, count, cap);
+    });
   }
 
   QuantizedWeight weight_;
   int64_t inputs_;
+  const Columns& columns_;
 };
 
 template <typename Product>
@@ -275,11 +321,11 @@ class Sample {
   static constexpr Port kOutputs[] = {{kInt64}, {kFloat32}, {kInt64}, {kFloat32}, {kFloat32}};
 
   explicit Sample(const Attributes& attributes)
-      : vocab_(attributes.Size("vocab")), cap_(attributes.Float("cap", 0.0f)) {}
+      : vocab_(attributes.Size("vocab")), cap_(attributes.Float("cap", 0.0f)), columns_(attributes) {}
 
   void Run(const Call& call) const {
     const Tensor hidden = call.Input(0, "hidden", 2);
-    const Product product(call, call.OptionalInput(kInputs.size() - 1, "bias", 1), hidden.dims[1], vocab_);
+    const Product product(call, call.OptionalInput(kInputs.size() - 1, "bias", 1), hidden.dims[1], vocab_, columns_);
     const SamplingArrays sampling(call, 1 + Product::kPorts.size(), hidden.dims[0], vocab_);
     const PickedHidden picked(hidden, sampling);
     product.Sample(call, sampling, picked.data(), cap_);
@@ -288,6 +334,7 @@ class Sample {
  private:
   int64_t vocab_;
   float cap_;
+  typename Product::Columns columns_;
 };
 
 }  // namespace

@@ -93,6 +93,13 @@ int64_t SamplingArrays::CheckedSelection(int64_t i) const {
   return size;
 }
 
+bool SamplingArrays::are_all_selected() const {
+  for (int64_t i = 0; i < count_; ++i) {
+    if (!is_selected(i)) return false;
+  }
+  return true;
+}
+
 int64_t SamplingArrays::index_of(int64_t i, int64_t id) const {
   const int32_t *begin = selected_ids(i), *end = begin + num_selected(i);
   const int32_t* found = std::lower_bound(begin, end, static_cast<int32_t>(id));

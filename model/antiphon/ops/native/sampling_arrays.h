@@ -39,6 +39,7 @@ class SamplingArrays {
   bool is_exclusive(int64_t i) const { return integer(i, kRestriction) != 0; }
   // Returns true for a sample whose vocabulary is the tokens with an edit: the leading edits, by rising id.
   bool is_selected(int64_t i) const { return integer(i, kRestriction) == 2; }
+  bool are_all_selected() const;
   int64_t num_selected(int64_t i) const { return num_selected_[static_cast<size_t>(i)]; }
   const int32_t* selected_ids(int64_t i) const { return edit_ids_ + first_edit(i); }
   // Index of a token among the selected ones of a sample, -1 if it is none of them.
