@@ -61,7 +61,8 @@ def own_vocabulary(vocab: int) -> st.SearchStrategy[SampleSettings]:
 
 
 def sample_settings(vocab: int) -> st.SearchStrategy[SampleSettings]:
-    forbids = st.lists(st.integers(0, vocab - 1), min_size=1, max_size=70).map(lambda held: [(id_, 0.0, 1.0, -np.inf) for id_ in held])
+    forbidden = st.lists(st.integers(0, vocab - 1), min_size=1, max_size=70)
+    forbids = forbidden.map(lambda held: [(id_, 0.0, 1.0, -np.inf) for id_ in held])
     forbidding = st.builds(SampleSettings, edits=forbids)
     return unselected(vocab) | own_vocabulary(vocab) | forbidding
 

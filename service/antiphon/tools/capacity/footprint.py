@@ -31,6 +31,8 @@ SUPERVISOR_BYTES = 108 * MIB
 TOKENIZER_FACTOR = 20
 # The files are mapped and read completely. In addition, kernels keep packed copies: 4.3 MiB for 9 MiB, 25 for 59.
 PACKED_SHARE = 0.5
+# Inputs of an int8 product are padded to a multiple of this.
+_DEPTH = 64
 # The allocator rounds up to one of eight sizes to a power of two (model/antiphon/ops/native/counting_allocator.h)...
 ROUNDING = 1.125
 # ... and keeps at most this much freed memory for the next run.
@@ -85,7 +87,7 @@ def footprint_of(bundle: Bundle, graphs: GraphSet, limits: EngineLimits, num_wor
     need = need_of(bundle, graphs, limits)
     own = [
         Term(name="runtime", formula="Python, libraries, gRPC: measured", num_bytes=RUNTIME_BYTES),
-        *_model_terms(bundle, need),
+        *_model_terms(bundle, graphs, need),
         *_workspace_terms(_encoder(bundle, graphs, need, limits), _decoder(bundle, limits)),
         *_request_terms(limits),
     ]
@@ -112,7 +114,7 @@ def _of_all(term: Term, num_workers: int) -> Term:
     return replace(term, formula=f"{num_workers} workers x {term.formula}", num_bytes=num_workers * term.num_bytes)
 
 
-def _model_terms(bundle: Bundle, need: Need) -> Sequence[Term]:
+def _model_terms(bundle: Bundle, graphs: GraphSet, need: Need) -> Sequence[Term]:
     weights, manifest = need.memory.weight_bytes, bundle.manifest
     text_bytes = sum(manifest.files[name].size for name in manifest.text.tokenizer_files)
     terms = [
@@ -127,6 +129,11 @@ def _model_terms(bundle: Bundle, need: Need) -> Sequence[Term]:
             num_bytes=TOKENIZER_FACTOR * text_bytes,
         ),
     ]
+    if manifest.text.shortlist is not None and graphs.precision != "float32":
+        model = manifest.model
+        width = math.ceil(model.d_model / _DEPTH) * _DEPTH
+        formula = f"{model.vocab_size:,} tokens x {width:,}: int8 columns of the last product, once a shortlist is used"
+        terms.append(Term(name="candidates", formula=formula, num_bytes=model.vocab_size * width))
     if need.memory.cache_bytes:
         terms.append(Term(name="cache", formula=_cache_formula(need), num_bytes=need.memory.cache_bytes))
     return terms
