@@ -76,6 +76,15 @@ def test_section_without_ctranslate2_reports_figures(
     assert all(finding["ratio"] > 0 for finding in findings if finding["baseline"] is not None)
 
 
+def test_steps_of_recurrences_are_measured_beside_self_attention(tmp_path: Path) -> None:
+    findings = findings_of(tmp_path, ("--section", "positions", "--preset", "tiny", "--rows", "2"))
+    assert [finding["unit"] for finding in findings] == ["us", "KiB"] * 6
+    for kind in ("ssru", "average"):
+        caches = [finding for finding in findings if finding["case"].startswith(f"{kind}, cache")]
+        assert len({finding["antiphon"] for finding in caches}) == 1  # two states, whatever the length
+        assert caches[0]["baseline"] < caches[1]["baseline"] < caches[2]["baseline"]
+
+
 def beside_ctranslate2(random_model: Path, *flags: str) -> tuple[str, ...]:
     """Return arguments to compare the bundle with CTranslate2. The first test converts it, the others reuse it."""
     models = ("--model", "bundle", "--work", str(random_model.parent / "work"))

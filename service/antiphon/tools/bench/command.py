@@ -27,6 +27,7 @@ from antiphon.tools.bench.kernels import kernels
 from antiphon.tools.bench.memory import memory
 from antiphon.tools.bench.node_profile import profile_nodes
 from antiphon.tools.bench.poisson import poisson
+from antiphon.tools.bench.positions import positions
 from antiphon.tools.bench.report import (
     BenchError,
     BenchFailure,
@@ -55,6 +56,7 @@ SECTIONS: dict[str, Callable[[Setup], list[Finding]]] = {
     "stages": stages,
     "engine": engine,
     "growth": growth,
+    "positions": positions,
     "host": host,
     "startup": startup,
     "kernels": kernels,

@@ -3,7 +3,8 @@
     python -m antiphon.tools.bench.make_models random PRESET FOLDER
     python -m antiphon.tools.bench.make_models ctranslate2 ORIGIN FOLDER
 
-`random` writes FOLDER/checkpoint and FOLDER/bundle; `ctranslate2` converts a checkpoint, or the weights of a bundle, to
+`random` writes FOLDER/checkpoint and FOLDER/bundle; PRESET can end with a kind of the decoder's self-attention, as in
+base-ssru. `ctranslate2` converts a checkpoint, or the weights of a bundle, to
 CTranslate2 in int8. Both need torch; `ctranslate2` also needs CTranslate2. On an error, prints the reason to standard
 error in one line and exits with 2.
 """
@@ -32,6 +33,8 @@ from antiphon.transformer.transformer import Transformer
 
 VOCAB_SIZE = 32_000
 MAX_LEN = 256
+# Of models that differ in the decoder's self-attention.
+_LONG_LEN = 1024
 _SEED = 1
 # Factor on the decoder's matrices: small enough that the last token still influences the hidden state six layers later.
 _GAIN = 0.25
@@ -95,7 +98,11 @@ def pair_tokenizer(vocab_size: int) -> Tokenizer:
 
 
 def _make_random(preset_name: str, folder: Path) -> None:
-    config = preset(preset_name, vocab_size=VOCAB_SIZE, max_source_len=MAX_LEN, max_target_len=MAX_LEN, dropout=0.0)
+    size, _, decoder_self = preset_name.partition("-")
+    config = preset(
+        size, vocab_size=VOCAB_SIZE, max_source_len=MAX_LEN, max_target_len=_LONG_LEN if decoder_self else MAX_LEN,
+        dropout=0.0, decoder_self=decoder_self or "attention",
+    )  # fmt: skip
     path = folder / "checkpoint"
     save_checkpoint(path, config=config, weights=weights_of(random_model(config)), tokenizer=pair_tokenizer(VOCAB_SIZE))
     with warnings.catch_warnings():

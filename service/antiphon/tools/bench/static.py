@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from antiphon.ops.cache_geometry import blocks_for
 from antiphon.ops.sampling import greedy_sampling
-from antiphon.runtime.runner import DecodeBatch, Runner
+from antiphon.runtime.runner import DecodeBatch, ModelFacts, Runner
 from antiphon.tools.bench.corpus import Ids
 
 
@@ -49,28 +49,37 @@ class StaticBatch:
         self._cross = [list(islice(free, blocks_for(len(source), size))) for source in sources]
         self._self = [list(islice(free, blocks_for(max_new_tokens, runner.facts.target_block_size))) for _ in sources]
 
+    @property
+    def facts(self) -> ModelFacts:
+        """Facts of the runner."""
+        return self._runner.facts
+
+    @property
+    def num_rows(self) -> int:
+        """Number of sources."""
+        return len(self._sources)
+
     def encode(self) -> None:
         """Encode all sources."""
         self._runner.encode(self._sources, self._cross)
 
-    def step(self, token_ids: NDArray[np.int64], position: int) -> NDArray[np.int64]:
-        """Feed one token to each row at a position; return the next token of each row."""
-        rows = len(self._sources)
+    def input(self, token_ids: NDArray[np.int64], position: int) -> DecodeBatch:
+        """Return the input of a step that feeds one token to each row at a position."""
+        rows, facts = self.num_rows, self.facts
         offsets = np.arange(rows + 1, dtype=np.int32)
-        batch = DecodeBatch(
+        return DecodeBatch(
             token_ids=token_ids,
             positions=np.full(rows, position, np.int32),
             offsets=offsets,
-            self_tables=_table(
-                self._self, blocks_for(self._runner.facts.max_target_len, self._runner.facts.target_block_size)
-            ),
-            cross_tables=_table(
-                self._cross, blocks_for(self._runner.facts.max_source_len, self._runner.facts.block_size)
-            ),
+            self_tables=_table(self._self, blocks_for(facts.max_target_len, facts.target_block_size)),
+            cross_tables=_table(self._cross, blocks_for(facts.max_source_len, facts.block_size)),
             source_lens=self._source_lens,
             sampling=greedy_sampling(offsets[:-1]),
         )
-        return self._runner.decode(batch).token_ids.copy()
+
+    def step(self, token_ids: NDArray[np.int64], position: int) -> NDArray[np.int64]:
+        """Feed one token to each row at a position; return the next token of each row."""
+        return self._runner.decode(self.input(token_ids, position)).token_ids.copy()
 
     def run(self) -> list[Ids]:
         """Encode, then decode until the last row has ended."""
