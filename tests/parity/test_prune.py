@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from antiphon.architecture.config import ModelConfig, preset
-from antiphon.checkpoints.checkpoint import Checkpoint, load_checkpoint
+from antiphon.checkpoints.checkpoint import TEXT_NAME, Checkpoint, load_checkpoint
 from antiphon.errors import PruneError
 from antiphon.export.export import export_bundle
 from antiphon.training import pruning
@@ -267,6 +268,19 @@ def test_prune_command_writes_a_checkpoint_that_exports(
     assert json.loads((tmp_path / "pruned" / "config.json").read_text())["model"]["head_dim"] == 16
     bundle = export_bundle(pruned, tmp_path / "bundle", precisions=("int8",))
     assert bundle.manifest.model.num_heads == 3
+
+
+def test_prune_command_keeps_the_text_format_and_its_files(
+    checkpoint: Checkpoint, texts: tuple[Path, Path], tmp_path: Path
+) -> None:
+    folder, text = tmp_path / "copy", checkpoint.text.model_copy(update={"shortlist": "shortlist.bin"})
+    shutil.copytree(checkpoint.text_folder, folder)
+    (folder / TEXT_NAME).write_text(text.model_dump_json(), encoding="utf-8")
+    (folder / "shortlist.bin").write_bytes(b"of this model")
+    files = ("--source", texts[0], "--reference", texts[1])
+    assert pruning.run(parse(folder, tmp_path / "pruned", "--heads", 2, *files)) == 0
+    assert load_checkpoint(tmp_path / "pruned").text == text
+    assert (tmp_path / "pruned" / "shortlist.bin").read_bytes() == b"of this model"
 
 
 @pytest.mark.training

@@ -329,6 +329,8 @@ def run(args: argparse.Namespace) -> int:
             config=pruning.model.config,
             weights=weights_of(pruning.model),
             tokenizer=checkpoint.tokenizer,
+            text=checkpoint.text,
+            text_folder=checkpoint.text_folder,
             provenance=checkpoint.provenance,
         )
     except (ModelError, OSError, UnicodeDecodeError) as error:
