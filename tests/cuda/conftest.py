@@ -34,8 +34,11 @@ def device(standin: StandIn) -> CudaDevice:
 
 
 @pytest.fixture(scope="session")
-def bundle() -> Bundle:
-    return load_bundle(kept_model("cuda-small", lambda folder: export_small(folder, {})) / "bundle")
+def bundle(request: pytest.FixtureRequest) -> Bundle:
+    """Export a model whose decoder has attention, or what the test names."""
+    name = getattr(request, "param", "attention")
+    described = {"decoder_self": name, "output_bias": name == "ssru"}
+    return load_bundle(kept_model(f"cuda-{name}", lambda folder: export_small(folder, described)) / "bundle")
 
 
 def export_small(

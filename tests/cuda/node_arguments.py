@@ -9,6 +9,7 @@ import torch
 
 from antiphon.ops.cuda import PADDING, PREVIOUS, TILE
 from antiphon.ops.cuda.nodes import CudaNode
+from antiphon.ops.operators.recurrence import row_states
 from tests.operators import NUM_LAYERS, Array, Floats, Inputs, Ints, Rng, Sizes, ints
 
 Arguments = dict[str, Any]
@@ -30,6 +31,8 @@ def arguments(node: CudaNode, dtype: torch.dtype, seed: int = 0, **sizes: Any) -
         array = inputs.array(port)
         tensor = None if array is None else torch.from_numpy(array)
         made[port.name] = tensor.to(dtype) if tensor is not None and port.kind in ("float", "cache") else tensor
+    if inputs.has_states:
+        inputs.write_states(made["cache"])
     return made | {attribute.name: inputs.attribute(attribute.name) for attribute in node.attributes}
 
 
@@ -85,11 +88,20 @@ class CudaInputs(Inputs):
         """Return a pool in which the positions of each row are written, in one layer; all others are NaN."""
         shape = (self.num_blocks, NUM_LAYERS, 2, self.sizes.heads, 16, self.sizes.head_width)
         cache = np.full(shape, np.nan, np.float32)
+        if self.has_states:
+            return cache
         for table, length in zip(self.tables_of_rows, self.sizes.lens, strict=True):
             for position in range(length):
                 block, slot = table[position // 16], position % 16
                 cache[block, 1, :, :, slot] = self.floats(2, self.sizes.heads, self.sizes.head_width)
         return cache
+
+    def write_states(self, cache: torch.Tensor) -> None:
+        """Write the state before the new tokens of each row, in one layer; the other one stays NaN."""
+        for table, length, new in zip(self.tables_of_rows, self.sizes.lens, self.sizes.new, strict=True):
+            if past := length - new:
+                states = row_states(cache, int(table[0]), 1, self.sizes.width)
+                states[past % 2] = torch.from_numpy(self.floats(self.sizes.width))
 
     def tables(self) -> Ints:
         return self.tables_of_rows

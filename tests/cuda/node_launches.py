@@ -82,6 +82,32 @@ def paged_attention(*, num_splits: int = 1, order: Order = in_order, **given: An
     return out
 
 
+def ssru(*, order: Order = in_order, **given: Any) -> Tensor:
+    gates = given["gates"]
+    return _recurrence("ssru", len(gates), gates.shape[1] // 2, given, order)
+
+
+def paged_average(*, order: Order = in_order, **given: Any) -> Tensor:
+    count, width = given["x"].shape
+    return _recurrence("paged_average", count, width, given, order)
+
+
+def _recurrence(name: str, count: int, width: int, given: Mapping[str, Any], order: Order) -> Tensor:
+    cache, dtype = given["cache"], given["cache"].dtype
+    out = poisoned((count, width), dtype)
+    sizes = cache_sizes(given) | {"width": width, "part": cache[0, 0].numel()}
+    _launch(name, dtype, (count, -(-width // BLOCK), 1), {**given, **sizes, "out": out}, order)
+    return out
+
+
+def gated_sum(*, order: Order = in_order, **given: Any) -> Tensor:
+    x = given["x"]
+    out = poisoned(x.shape, x.dtype)
+    values = given | {"out": out, "width": x.shape[1]}
+    _launch("gated_sum", x.dtype, (len(x), -(-x.shape[1] // BLOCK), 1), values, order)
+    return out
+
+
 def pick(*, order: Order = in_order, **given: Any) -> Tensor:
     hidden, picks = given["hidden"], given["picks"]
     out = poisoned((len(picks), hidden.shape[1]), hidden.dtype)
@@ -118,6 +144,9 @@ LAUNCHES: dict[str, Callable[..., Any]] = {
     "CudaPackedAttention": packed_attention,
     "CudaPagedWrite": paged_write,
     "CudaPagedAttention": paged_attention,
+    "CudaSsru": ssru,
+    "CudaPagedAverage": paged_average,
+    "CudaGatedSum": gated_sum,
     "CudaPick": pick,
     "CudaSample": sample,
 }

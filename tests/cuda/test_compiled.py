@@ -68,8 +68,11 @@ def test_packed_attention_multiplies_on_tensor_cores(compiled: Compiled, archite
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize(
     "name",
-    ["embed", "add_norm", "activate", "pick", "paged_write", "paged_attention.64", "paged_attention.128"],
-)
+    [
+        "embed", "add_norm", "activate", "gated_sum", "ssru", "paged_average", "pick", "paged_write",
+        "paged_attention.64", "paged_attention.128",
+    ],
+)  # fmt: skip
 def test_kernels_load_16_bytes_at_once(compiled: Compiled, architecture: int, name: str) -> None:
     kernel, _, width = name.partition(".")
     image = compiled[architecture][".".join(filter(None, (kernel, "bfloat16", width)))]

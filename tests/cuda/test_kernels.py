@@ -40,6 +40,11 @@ CASES: list[tuple[str, Arguments, Arguments]] = [
         for activation in ACTIVATIONS for gated in (False, True) for sizes in PRESENT
     ),
     ("CudaRotary", {}, {}),
+    *(("CudaGatedSum", sizes | {"width": width}, {}) for width in WIDTHS for sizes in PRESENT),
+    *(
+        (name, sizes | {"width": width, "head_width": 80}, {})
+        for name in ("CudaSsru", "CudaPagedAverage") for width in WIDTHS for sizes in PRESENT
+    ),
     *(("CudaPagedWrite", {"head_width": width}, {}) for width in HEAD_WIDTHS),
     *(
         (name, sizes | {"head_width": width}, changes)
@@ -79,6 +84,31 @@ def test_packed_attention_is_causal_when_asked(dtype: torch.dtype, causal: bool)
     check(node, arguments(node, dtype) | {"causal": causal})
 
 
+@pytest.mark.parametrize("name", ["CudaSsru", "CudaPagedAverage"])
+@pytest.mark.parametrize(("lens", "new"), [((7, 20, 1), (7, 3, 1)), ((5,), (2,)), ((3, 4), (3, 1))])
+def test_recurrences_run_over_the_new_tokens_of_each_row(
+    dtype: torch.dtype, name: str, lens: tuple[int, ...], new: tuple[int, ...]
+) -> None:
+    """Padding has the number of the first row. The last case: the position of the second row follows the first's."""
+    check(BY_NAME[name], arguments(BY_NAME[name], dtype, lens=lens, new=new))
+
+
+@pytest.mark.parametrize("name", ["CudaSsru", "CudaPagedAverage"])
+def test_steps_of_one_token_equal_one_run_over_all_and_can_run_again(dtype: torch.dtype, name: str) -> None:
+    """The bits are equal: of each token alone, run three times as when a graph is captured, and of all at once."""
+    node = BY_NAME[name]
+    all_at_once = arguments(node, dtype, lens=(6,), new=(6,))
+    launch, tokens = LAUNCHES[name], [port.name for port in node.inputs if port.axes.startswith("N")]
+    step_by_step = all_at_once | {"cache": all_at_once["cache"].clone()}
+    out = launch(**all_at_once)
+    for token in range(6):
+        given = step_by_step | {each: step_by_step[each][token : token + 1].clone() for each in tokens}
+        for _ in range(3):
+            assert torch.equal(launch(**given)[0], out[token])
+    states = [given["cache"].view(torch.int32) for given in (all_at_once, step_by_step)]
+    assert torch.equal(*states)
+
+
 def test_keys_and_values_are_written_from_a_product_without_queries(dtype: torch.dtype) -> None:
     node = BY_NAME["CudaPagedWrite"]
     made = arguments(node, dtype)
@@ -99,10 +129,13 @@ def check(node: CudaNode, given: Arguments, **launch: Any) -> None:
 
 
 def run(function: Any, given: Arguments, **launch: Any) -> list[Tensor]:
-    """Return the results, and the cache after the call."""
+    """Return the results, and the cache after the call: as float32 where it has states."""
     given = given | {name: given[name].clone() for name in given if name == "cache"}
     result = function(**given, **launch)
-    return [*(result if isinstance(result, tuple) else (result,)), *(given[name] for name in given if name == "cache")]
+    caches = [given[name] for name in given if name == "cache"]
+    if "num_heads" not in given:
+        caches = [cache.view(torch.float32) for cache in caches]
+    return [*(result if isinstance(result, tuple) else (result,)), *caches]
 
 
 def reverse(programs: list[Grid]) -> list[Grid]:

@@ -181,6 +181,13 @@ def test_node_refuses_an_address_that_the_kernel_was_not_compiled_for(device: Cu
         ("CudaPagedAttention", {"num_heads": 3}, "axis 3 of cache is 2; it must be 3"),
         ("CudaPagedAttention", {"num_heads": 0}, "num_heads is 0; it must be 1 to "),
         ("CudaPagedAttention", {"bias": torch.zeros(48)}, "axis 0 of bias is 48; it holds less than"),
+        ("CudaSsru", {"layer": -1}, "layer is -1; the cache has no such layer"),
+        ("CudaSsru", {"bias": torch.zeros(48)}, "axis 0 of bias is 48; it must be 96"),
+        (
+            "CudaPagedAverage",
+            {"x": torch.zeros(5, 1552)},
+            "bytes of a layer in a block of cache is 12288; two states need more",
+        ),
         ("CudaSample", {"positions": torch.zeros(2, dtype=torch.int32)}, "axis 0 of positions is 2; it must be 3"),
     ],
 )

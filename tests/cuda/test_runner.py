@@ -16,6 +16,7 @@ import pytest
 from antiphon.bundle.manifest import Bundle
 from antiphon.bundle.session import cuda_session
 from antiphon.errors import GraphError
+from antiphon.ops.cache_geometry import blocks_for
 from antiphon.ops.cuda.driver import CudaDevice
 from antiphon.ops.sampling import Samples, SamplingArrays
 from antiphon.runtime.cuda.runner import CudaEncoderRunner, CudaRunner
@@ -38,6 +39,7 @@ ENCODER: dict[str, object] = dict(
     heads=[{"task": "classify", "labels": ["no", "yes", "maybe"], "transform_width": 16, "activation": "tanh"}],
 )
 SOURCES = ([5, 6, 7], [8] * 20, [9, 10, 11, 12, 13])
+EVERY_DECODER = pytest.mark.parametrize("bundle", ["attention", "ssru", "average"], indirect=True)
 
 
 class Rows:
@@ -46,10 +48,11 @@ class Rows:
     def __init__(self, runner: Runner, sources: Sequence[Sequence[int]]) -> None:
         self.runner = runner
         self.source_lens = [len(source) for source in sources]
-        blocks = np.random.default_rng(1).permutation(runner.facts.num_blocks)[: 2 * TABLE_WIDTH * len(sources)]
-        tables = blocks.reshape(len(sources), 2, TABLE_WIDTH).tolist()
-        self.own = [own for own, _ in tables]
-        self.cross = [cross for _, cross in tables]
+        own_width = blocks_for(runner.facts.max_target_len, runner.facts.target_block_size)
+        blocks = np.random.default_rng(1).permutation(runner.facts.num_blocks).tolist()
+        starts = range(0, len(sources) * (own_width + TABLE_WIDTH), own_width + TABLE_WIDTH)
+        self.own = [blocks[start : start + own_width] for start in starts]
+        self.cross = [blocks[start + own_width : start + own_width + TABLE_WIDTH] for start in starts]
         self.past_lens = [0] * len(sources)
         if runner.facts.has_encoder:
             used = [table[: -(-length // 16)] for table, length in zip(self.cross, self.source_lens, strict=True)]
@@ -97,6 +100,7 @@ def assert_equal(actual: Samples, expected: Samples) -> None:
         np.testing.assert_allclose(getattr(actual, name), getattr(expected, name), atol=1e-5)
 
 
+@EVERY_DECODER
 def test_steps_equal_those_of_the_processor_while_rows_join_and_leave(cuda: CudaRunner, native: NativeRunner) -> None:
     settings = [
         SampleSettings(num_logprobs=3),
@@ -116,6 +120,7 @@ def test_steps_equal_those_of_the_processor_while_rows_join_and_leave(cuda: Cuda
     assert_equal(ours.step(fed, following), reference.step(fed, following))
 
 
+@EVERY_DECODER
 def test_scored_tokens_equal_those_of_the_processor(cuda: CudaRunner, native: NativeRunner) -> None:
     scored = [SampleSettings(forced_id=token, num_logprobs=1) for token in (30, 31, 32)]
     sampling = sampling_of([0, 1, 2], scored)
@@ -133,13 +138,14 @@ def test_sources_of_several_passes_and_states_equal_those_of_the_processor(
     np.testing.assert_allclose(ours, reference, atol=1e-5)
 
 
+@EVERY_DECODER
 def test_blocks_are_copied_on_the_device(cuda: CudaRunner, native: NativeRunner) -> None:
     """A row whose first block was copied goes on as the row that it was copied from."""
     results = []
     for runner in (cuda, native):
         rows = Rows(runner, SOURCES[:2])
         sampling = sampling_of(range(2), [SampleSettings(num_logprobs=2)] * 2)
-        rows.step([[1, 5, 6], [1, 5, 6]], sampling_of([2, 5]))
+        rows.step([[1, 5, 6], [1, 8, 9]], sampling_of([2, 5]))
         copied = np.array([rows.own[0][0]], np.int32)
         runner.copy_blocks(copied, np.array([rows.own[1][0]], np.int32))
         rows.cross[1], rows.source_lens[1] = rows.cross[0], rows.source_lens[0]
@@ -150,6 +156,20 @@ def test_blocks_are_copied_on_the_device(cuda: CudaRunner, native: NativeRunner)
         cuda.copy_blocks(np.array([cuda.facts.num_blocks], np.int32), np.array([0], np.int32))
 
 
+@EVERY_DECODER
+def test_preempted_rows_feed_their_tokens_again(cuda: CudaRunner, native: NativeRunner) -> None:
+    """They get each other's blocks, of which they must read nothing, and go on as rows that were not preempted."""
+    sampling = [SampleSettings(num_logprobs=2)] * 2
+    preempted, kept = Rows(cuda, SOURCES[:2]), Rows(native, SOURCES[:2])
+    tokens = preempted.generate(4, SampleSettings())
+    preempted.own.reverse()
+    preempted.past_lens = [0, 0]
+    actual = preempted.step([[1, *row] for row in zip(*tokens, strict=True)], sampling_of([4, 9], sampling))
+    assert kept.generate(4, SampleSettings()) == tokens
+    assert_equal(actual, kept.step([[token] for token in tokens[-1]], sampling_of(range(2), sampling)))
+
+
+@EVERY_DECODER
 def test_a_step_ahead_gives_the_same_tokens_and_is_used_while_rows_stay(
     bundle: Bundle, device: CudaDevice, native: NativeRunner
 ) -> None:
@@ -176,6 +196,7 @@ def test_a_step_ahead_writes_to_no_block_that_a_row_does_not_have_yet(
     assert_equal(*results)
 
 
+@EVERY_DECODER
 def test_a_step_ahead_is_dropped_when_a_row_leaves(bundle: Bundle, device: CudaDevice, native: NativeRunner) -> None:
     runner = CudaRunner(bundle, device, max_rows=2, precision="float32")
     results = []
@@ -203,6 +224,7 @@ def test_a_step_ahead_is_dropped_when_another_token_is_fed(
     assert_equal(*results)
 
 
+@EVERY_DECODER
 def test_replayed_steps_allocate_nothing_and_run_no_kernel_but_ours(cuda: CudaRunner, standin: StandIn) -> None:
     settings = SampleSettings(num_logprobs=1)
     Rows(cuda, SOURCES).generate(3, settings)
@@ -217,6 +239,7 @@ def test_replayed_steps_allocate_nothing_and_run_no_kernel_but_ours(cuda: CudaRu
     assert {name.split(".")[0] for name in standin.launched} >= {"embed", "paged_attention", "sample"}
 
 
+@EVERY_DECODER
 def test_programs_in_any_order_give_the_same_tokens(cuda: CudaRunner, standin: StandIn) -> None:
     expected = Rows(cuda, SOURCES).generate(3, SampleSettings())
     standin.order = lambda programs: programs[::-1]
@@ -226,6 +249,7 @@ def test_programs_in_any_order_give_the_same_tokens(cuda: CudaRunner, standin: S
         standin.order = lambda programs: programs
 
 
+@EVERY_DECODER
 def test_a_row_has_the_same_bits_alone_and_beside_others_of_one_bucket(cuda: CudaRunner) -> None:
     settings = [SampleSettings(num_logprobs=3)]
     three = Rows(cuda, SOURCES).step([[1]] * 3, sampling_of(range(3), settings * 3))
@@ -268,6 +292,7 @@ def test_a_batch_with_a_wrong_block_is_refused(cuda: CudaRunner) -> None:
         rows.step([[1]], sampling_of([0]))
 
 
+@EVERY_DECODER
 def test_bfloat16_is_near_float32(bundle: Bundle, device: CudaDevice, native: NativeRunner) -> None:
     runner = CudaRunner(bundle, device, max_rows=2, precision="bfloat16")
     warm_up(runner)

@@ -37,7 +37,11 @@ async def answers(bundle: Bundle, options: Options, device: CudaDevice | None) -
         return [await served.client.generate_outputs(text, options) for text in TEXTS]
 
 
-@pytest.mark.parametrize("name", CONTROLS)
+@pytest.mark.parametrize(
+    ("bundle", "name"),
+    [*(("attention", name) for name in CONTROLS), ("ssru", "beams"), ("ssru", "prefix"), ("average", "samples")],
+    indirect=["bundle"],
+)
 async def test_answers_equal_those_of_the_processor(bundle: Bundle, device: CudaDevice, name: str) -> None:
     ours = await answers(bundle, CONTROLS[name], device)
     reference = await answers(bundle, CONTROLS[name], None)

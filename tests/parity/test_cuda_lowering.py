@@ -36,13 +36,16 @@ from tests.parity.exports import small_config
 from tests.parity.test_native_graph import ALL_VARIANTS
 
 ENCODER, DECODER = test_encoders.ALONE, test_decoder_only.ALONE
-_REFUSED = {"module_heads", "decoder_self", "post_norms"}
+_REFUSED = {"module_heads", "post_norms"}
 # The configurations of the other parity tests, and more.
 MODELS: dict[str, dict[str, object]] = {
     **{name: given for name, given in ALL_VARIANTS.items() if not _REFUSED & given.keys()},
     **{name: DECODER | given for name, given in test_decoder_only.DECODERS.items()},
     **{name: ENCODER | given for name, given in test_encoders.ENCODERS.items()},
     "rope_encoder": ENCODER | dict(positions="rope", bias=False, norm_placement="pre"),
+    "average_alone": dict(decoder_self="average", average=dict(d_ff=None, gated=False)),
+    "average_gates": dict(decoder_self="average", average=dict(d_ff=None)),
+    "average_feed_forward": dict(decoder_self="average", average=dict(d_ff=96, activation="relu", gated=False)),
     "wide_table": dict(positions="learned", positions_offset=2, d_model=256, encoder_layers=1, decoder_layers=1),
 }  # fmt: skip
 # Widths of which the kernels need multiples of 16, and vocabularies that are none.
@@ -147,7 +150,10 @@ def attribute_types(declared: Node) -> Iterator[tuple[str, ir.AttributeType]]:
         (dict(d_ff=100), "d_ff=100 must be a multiple of 16"),
         (dict(vocab_size=MAX_VOCABULARY + 1), f"a vocabulary of {MAX_VOCABULARY + 1} is above the limit"),
         (ENCODER | dict(disentangled=dict(span=16)), "disentangled attention"),
-        (ALL_VARIANTS["ssru"], "lowering='cuda' has no kernel for decoder_self='ssru'"),
+        (
+            dict(decoder_self="average", average=dict(d_ff=100)),
+            "d_ff of average=100 must be a multiple of 16",
+        ),
         (ALL_VARIANTS["capped"], "lowering='cuda' has no kernel for post_norms=True"),
         (ALL_VARIANTS["uneven_heads"], "lowering='cuda' has no kernel for module_heads"),
         (ENCODER | dict(embedding_width=24), "embedding_width=24 must be a multiple of 16"),

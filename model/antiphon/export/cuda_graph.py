@@ -50,6 +50,7 @@ class CudaGraph:
         self.inputs = {port.name: _input(port) for port in inputs}
         self._weights: dict[tuple[str, ir.DataType, int], ir.Value] = {}
         self._nodes: list[ir.Node] = []
+        self._plain: dict[State, ir.Value] = {}
 
     def weight(self, traced: ir.Value, *, fill: float | None = None) -> ir.Value:
         """Return a weight of the traced graph in the graph's element type.
@@ -115,7 +116,9 @@ class CudaGraph:
 
     def plain(self, state: State) -> ir.Value:
         """Return a state with its bias added, for readers that add none."""
-        return state.value if state.bias is None else self.activate(state)
+        if state not in self._plain:
+            self._plain[state] = state.value if state.bias is None else self.activate(state)
+        return self._plain[state]
 
     def finish(self, outputs: Mapping[str, ir.Value], ports: Sequence[Port], traced: ir.Model) -> ir.Model:
         """Return the model with these outputs, which must be those of the ports."""

@@ -45,6 +45,8 @@ _ELEMENTS: Mapping[Precision, ir.DataType] = {
 _INPUT_NAMES = {operator.node_name: [port.name for port in operator.inputs] for operator in OPERATORS} | {
     "Gather": ["table", "indices"],
     "Add": ["x", "y"],
+    "Mul": ["x", "y"],
+    "Sigmoid": ["x"],
     "Slice": ["table", "starts", "ends", "axes", "steps"],
 }
 
@@ -56,8 +58,6 @@ def check_config(config: ModelConfig, precision: Precision) -> None:
             raise LoweringError(f"lowering='cuda' has no kernel for {name}={value}")
     if config.disentangled is not None:
         raise LoweringError("lowering='cuda' has no kernel for disentangled attention")
-    if config.decoder_self != "attention":
-        raise LoweringError(f"lowering='cuda' has no kernel for decoder_self={config.decoder_self!r}")
     if config.module_heads is not None:
         raise LoweringError("lowering='cuda' has no kernel for module_heads: a layer has all heads of the cache")
     is_limited = precision == "float32" and config.encoder_layers > 0
@@ -73,6 +73,7 @@ def check_config(config: ModelConfig, precision: Precision) -> None:
         "head_dim": config.resolved_head_dim,
         "d_model": config.d_model,
         "d_ff": config.d_ff,
+        "d_ff of average": config.resolved_average.d_ff or 0,
         "embedding_width": config.resolved_embedding_width,
         **{f"transform_width of {head.task}": head.transform_width or 0 for head in config.heads},
         **{f"input_width of {head.task}": head.input_width or 0 for head in config.heads},
@@ -142,18 +143,24 @@ class _Rewriting:
         self._states: dict[ir.Value, State] = {}
         self._written: dict[str, ir.Value] = {}
         self._folded: dict[ir.Value, ir.Value] = {}  # parts of weights that the traced graph computes
+        self._gates: dict[ir.Value, State] = {}  # products whose sigmoid is a factor
+        self._gated: dict[ir.Value, tuple[State, ir.Value]] = {}  # terms of a gated sum: gate and other factor
         # The vectors of token types, which CudaEmbed adds.
         self._types = next((node.outputs[0] for node in traced if node.op_type == "Gather"), None)
         self._handlers: Mapping[str, Callable[[_Call], Sequence[State]]] = {
             "Embed": self._embed,
             "Gather": self._gather,
             "Slice": self._slice,
-            "Add": self._add_types,
+            "Add": self._add,
+            "Sigmoid": self._sigmoid,
+            "Mul": self._multiply,
             "Linear": self._linear,
             "AddNorm": self._add_norm,
             "PackedAttentionSublayer": self._packed_attention_sublayer,
             "PagedSelfAttentionSublayer": self._paged_self_attention_sublayer,
             "PagedCrossAttentionSublayer": self._paged_cross_attention_sublayer,
+            "SsruSublayer": self._ssru_sublayer,
+            "PagedAverage": self._paged_average,
             "FeedForwardSublayer": self._feed_forward_sublayer,
             "PagedWrite": self._paged_write,
             "Sample": self._sample,
@@ -213,13 +220,30 @@ class _Rewriting:
         )
         return ()
 
-    def _add_types(self, call: _Call) -> Sequence[State]:
-        """Return the embedded tokens, which have the vectors of their types already."""
+    def _add(self, call: _Call) -> Sequence[State]:
+        """Return embedded tokens, which have the vectors of their types already, or a gated sum."""
         operands = [call.operand("x"), call.operand("y")]
-        if self._types not in operands:
+        if self._types in operands:
+            operands.remove(self._types)
+            return [self._states[operands[0]]]
+        if not self._gated.keys() >= set(operands):
             raise LoweringError(f"lowering='cuda' has no kernel for the node Add {call.node.name}")
-        operands.remove(self._types)
-        return [self._states[operands[0]]]
+        (x_gate, x), (y_gate, y) = (self._gated[operand] for operand in operands)
+        named = {"x": x, "x_gate": x_gate.value, "x_bias": x_gate.bias}
+        named |= {"y": y, "y_gate": y_gate.value, "y_bias": y_gate.bias}
+        return [State(self.graph.add(nodes.GATED_SUM, named)[0])]
+
+    def _sigmoid(self, call: _Call) -> Sequence[State]:
+        """Return nothing: CudaGatedSum computes it."""
+        self._gates[call.node.outputs[0]] = self._state(call, "x")
+        return ()
+
+    def _multiply(self, call: _Call) -> Sequence[State]:
+        """Return nothing: CudaGatedSum computes it."""
+        if (gate := self._gates.get(call.operand("x"))) is None:
+            raise LoweringError(f"lowering='cuda' has no kernel for the node Mul {call.node.name}")
+        self._gated[call.node.outputs[0]] = gate, self._plain(call, "y")
+        return ()
 
     def _linear(self, call: _Call) -> Sequence[State]:
         fill = 0 if call.node.outputs[0].is_graph_output() else None
@@ -242,8 +266,12 @@ class _Rewriting:
 
     def _end(self, call: _Call, prefix: str, states: ir.Value) -> Sequence[State]:
         """Add a sublayer's last product, the residual sum and the norm after it."""
+        return self._normed_sum(call, self._project(call, prefix, states))
+
+    def _normed_sum(self, call: _Call, x: State) -> Sequence[State]:
+        """Add a sublayer's residual sum and the norm after it."""
         names = {"weight": "norm_weight", "norm_bias": "norm_bias"}
-        return self._normed(call, self._project(call, prefix, states), self._plain(call, "residual"), names)
+        return self._normed(call, x, self._plain(call, "residual"), names)
 
     def _normed(self, call: _Call, x: State, residual: ir.Value | None, names: Mapping[str, str]) -> Sequence[State]:
         named = {name: self.graph.optional_weight(call.optional(own)) for name, own in names.items()}
@@ -301,6 +329,19 @@ class _Rewriting:
             **more,
         }
         return self.graph.add(nodes.PAGED_ATTENTION, named, **call.attributes("num_heads", "scale", "layer"))[0]
+
+    def _ssru_sublayer(self, call: _Call) -> Sequence[State]:
+        gates = self._project(call, "gates", self._plain(call, "x"))
+        return self._normed_sum(call, self._recurrence(call, nodes.SSRU, {"gates": gates.value, "bias": gates.bias}))
+
+    def _paged_average(self, call: _Call) -> Sequence[State]:
+        return [self._recurrence(call, nodes.PAGED_AVERAGE, {"x": self._plain(call, "x")})]
+
+    def _recurrence(self, call: _Call, node: nodes.CudaNode, operands: Mapping[str, ir.Value | None]) -> State:
+        """Add a node that changes the states in the cache."""
+        tables = self.graph.inputs["self_tables"]
+        named = {**operands, "tables": tables, **self._named("cache", "rows", "positions")}
+        return State(self.graph.add(node, named, **call.attributes("layer"))[0])
 
     def _paged_write(self, call: _Call) -> Sequence[State]:
         kv = self._state(call, "kv")

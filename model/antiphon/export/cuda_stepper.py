@@ -37,7 +37,7 @@ from antiphon.export.bundle_model import (
     whole_vocabulary,
 )
 from antiphon.export.ports import head_outputs
-from antiphon.ops.cache_geometry import cuda_pool_axes
+from antiphon.ops.cache_geometry import cuda_pool_axes, target_block_size
 from antiphon.ops.cuda import PADDING, PREVIOUS, TILE
 from antiphon.ops.cuda.nodes import NODES
 from antiphon.ops.cuda.references import REFERENCES
@@ -140,7 +140,8 @@ class CudaStepper:
     def encode(self, sources: Sequence[Ids], capacity: int) -> Sequences:
         """Encode sources of any lengths in one packed batch, and reserve blocks for `capacity` target tokens each."""
         lens = np.array([len(source) if self._encoder else 0 for source in sources], np.int32)
-        sequences = reserve(lens, capacity, cuda_pool_axes(self._config), self._decoder.element.numpy())
+        element, target_block = self._decoder.element.numpy(), target_block_size(self._config)
+        sequences = reserve(lens, capacity, cuda_pool_axes(self._config), element, target_block)
         if self._encoder is not None:
             rows = np.repeat(np.arange(len(lens)), lens)
             feeds = {"rows": _padded(rows, 0), "tables": sequences.cross_tables, "cache": sequences.cache}

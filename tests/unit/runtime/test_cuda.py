@@ -115,7 +115,10 @@ def test_without_a_driver_every_call_is_an_error_that_names_it() -> None:
         CudaDevice()
 
 
-BOUNDS = Bounds(max_rows=2, num_blocks=8, vocab_size=100, max_target_len=32, max_source_len=40, has_encoder=True)
+BOUNDS = Bounds(
+    max_rows=2, num_blocks=8, vocab_size=100, max_target_len=32, target_block_size=16, max_source_len=40,
+    has_encoder=True,
+)  # fmt: skip
 
 
 def batch(**changes: Any) -> DecodeBatch:
@@ -130,15 +133,27 @@ def batch(**changes: Any) -> DecodeBatch:
     return dataclasses.replace(made, **changes)
 
 
+INT32 = np.int32
+
+
 def test_a_valid_batch_is_accepted_and_unused_table_entries_are_not_looked_at() -> None:
     check_batch(batch(), BOUNDS)
 
 
-INT32 = np.int32
+def test_a_row_of_a_recurrence_has_one_block_at_any_length() -> None:
+    bounds = dataclasses.replace(BOUNDS, target_block_size=32)
+    check_batch(batch(self_tables=np.array([[0], [2]], INT32)), bounds)
+    with pytest.raises(ValueError, match="self_tables are 2 to 8; they must be 0 to 7"):
+        check_batch(batch(self_tables=np.array([[8], [2]], INT32)), bounds)
+
+
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "token above": (dict(token_ids=np.array([5, 100, 7, 8])), "token_ids are 5 to 100; they must be 0 to 99"),
     "token below": (dict(token_ids=np.array([5, -1, 7, 8])), "token_ids are -1 to 8"),
     "position": (dict(positions=np.array([30, 31, 32, 0], INT32)), "positions are 0 to 32; they must be 0 to 31"),
+    "gap": (
+        dict(positions=np.array([14, 16, 17, 0], INT32)), r"positions \[14, 16, 17, 0\] must rise by 1 within a row"
+    ),
     "offsets": (dict(offsets=np.array([0, 4, 4], INT32)), r"offsets \[0, 4, 4\] do not divide 4 tokens into 2 rows"),
     "self block": (dict(self_tables=np.array([[0, 8], [2, 9]], INT32)), "self_tables are 0 to 8; they must be 0 to 7"),
     "narrow table": (dict(self_tables=np.array([[0], [2]], INT32)), "self_tables have 1 columns; 17 positions need 2"),

@@ -14,7 +14,8 @@ of the vocabulary. An axis with the same text has the same size in all inputs of
 product of their sizes. The native library refuses other inputs.
 
 The pool is `cache [num_blocks, L, 2, H, 16, D]`: keys and values of one position lie side by side, unlike the pool of
-the CPU operators, so that threads read whole vectors.
+the CPU operators, so that threads read whole vectors. Where the decoder has a recurrence, the states of a row are in
+its first block, as cache_geometry.py says.
 """
 
 from __future__ import annotations
@@ -337,6 +338,67 @@ PAGED_ATTENTION = CudaNode(
     num_workspace=1,
 )
 
+_STATE_PORTS = (
+    replace(_CACHE, meaning="the pool; the layer's part of a block begins with two states"),
+    replace(_TABLES, meaning="blocks of each row; only the first is read"),
+    replace(_ROWS, meaning="row of each token; the tokens of a row are neighbours, in the order of their positions"),
+    replace(_POSITIONS, meaning="position of each token in its row; -1 for padding, whose output is 0"),
+)
+
+SSRU = CudaNode(
+    name="CudaSsru",
+    inputs=(Input("gates", "float", "N, 2 M", "W x, then F x, of ssru_sublayer"), _bias("2 M"), *_STATE_PORTS),
+    attributes=(LAYER,),
+    outputs=(Output("out", "float", "N, M", "relu of the state after each token"),),
+    kernels=(
+        Kernel(
+            name="ssru",
+            module="recurrence",
+            parameters="out cache gates bias tables rows positions table_width width! part! num_layers layer flags",
+            flags=("bias",),
+            constants={"BLOCK": BLOCK},
+        ),
+    ),
+)
+
+PAGED_AVERAGE = CudaNode(
+    name="CudaPagedAverage",
+    inputs=(Input("x", "float", "N, M", "states"), *_STATE_PORTS),
+    attributes=(LAYER,),
+    outputs=(Output("out", "float", "N, M", "average of each token and all tokens of its row before it"),),
+    kernels=(
+        Kernel(
+            name="paged_average",
+            module="recurrence",
+            parameters="out cache x tables rows positions table_width width! part! num_layers layer",
+            constants={"BLOCK": BLOCK},
+        ),
+    ),
+)
+
+GATED_SUM = CudaNode(
+    name="CudaGatedSum",
+    inputs=(
+        Input("x", "float", "N, M", "first term"),
+        Input("x_gate", "float", "N, M", "a product; its sigmoid is the factor of x"),
+        Input("x_bias", "float", "M", "bias of the product x_gate", optional=True),
+        Input("y", "float", "N, M", "second term"),
+        Input("y_gate", "float", "N, M", "a product; its sigmoid is the factor of y"),
+        Input("y_bias", "float", "M", "bias of the product y_gate", optional=True),
+    ),
+    attributes=(),
+    outputs=(Output("out", "float", "N, M", "the sum"),),
+    kernels=(
+        Kernel(
+            name="gated_sum",
+            module="rows",
+            parameters="out x x_gate x_bias y y_gate y_bias width! flags",
+            flags=("x_bias", "y_bias"),
+            constants={"BLOCK": BLOCK},
+        ),
+    ),
+)
+
 PICK = CudaNode(
     name="CudaPick",
     inputs=(
@@ -400,6 +462,9 @@ NODES = (
     PACKED_ATTENTION,
     PAGED_WRITE,
     PAGED_ATTENTION,
+    SSRU,
+    PAGED_AVERAGE,
+    GATED_SUM,
     PICK,
     SAMPLE,
 )

@@ -3,7 +3,8 @@
 A function takes a node's inputs in their order, None for an optional one that is absent, and its attributes as
 keywords. It returns the outputs that are not workspace: one tensor, or a tuple. Where a node computes what an operator
 of ops/operators does, the operator's eager function computes it, in float32; here the bias of a product is added
-before, and the result is rounded where the kernel rounds. `paged_write` changes the cache in place.
+before, and the result is rounded where the kernel rounds. `paged_write` and the recurrences change the cache in
+place.
 
 Axes are those of nodes.py; T positions of one row.
 """
@@ -16,11 +17,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from antiphon.ops.activations import ACTIVATIONS
 from antiphon.ops.attention import attention
 from antiphon.ops.cache_geometry import BLOCK_SIZE, blocks_for
 from antiphon.ops.operators import attention as eager_attention
+from antiphon.ops.operators import recurrence as eager_recurrence
 from antiphon.ops.operators.attention import score_bias, split_heads
 from antiphon.ops.operators.linear import gate
 from antiphon.ops.operators.rows import add_norm as eager_add_norm
@@ -158,6 +161,40 @@ def paged_attention(
     return out
 
 
+def ssru(
+    gates: Tensor,
+    bias: Tensor | None,
+    cache: Tensor,
+    tables: Tensor,
+    rows: Tensor,
+    positions: Tensor,
+    *,
+    layer: int,
+) -> Tensor:
+    """Return relu of the states, which are changed in the cache in place; padding gets zeros."""
+    offsets = _offsets(tables, rows, positions)
+    out, present = eager_recurrence.ssru(_added(gates, bias), cache, tables, offsets, positions, layer=layer)
+    cache.copy_(present)
+    return out.to(gates.dtype)
+
+
+def paged_average(x: Tensor, cache: Tensor, tables: Tensor, rows: Tensor, positions: Tensor, *, layer: int) -> Tensor:
+    """Return the averages, which are changed in the cache in place; padding gets zeros."""
+    offsets = _offsets(tables, rows, positions)
+    averages: Tensor
+    averages, present = eager_recurrence.paged_average(x.float(), cache, tables, offsets, positions, layer=layer)
+    cache.copy_(present)
+    return averages.to(x.dtype)
+
+
+def gated_sum(
+    x: Tensor, x_gate: Tensor, x_bias: Tensor | None, y: Tensor, y_gate: Tensor, y_bias: Tensor | None
+) -> Tensor:
+    """Return the sum of two terms, each times the sigmoid of its gate."""
+    out = _added(x_gate, x_bias).sigmoid() * x.float() + _added(y_gate, y_bias).sigmoid() * y.float()
+    return out.to(x.dtype)
+
+
 def pick(hidden: Tensor, picks: Tensor) -> Tensor:
     """Return the states of the picked tokens."""
     return hidden[picks.long()]
@@ -203,6 +240,9 @@ REFERENCES: Mapping[str, Callable[..., Any]] = {
     "CudaPackedAttention": packed_attention,
     "CudaPagedWrite": paged_write,
     "CudaPagedAttention": paged_attention,
+    "CudaSsru": ssru,
+    "CudaPagedAverage": paged_average,
+    "CudaGatedSum": gated_sum,
     "CudaPick": pick,
     "CudaSample": sample,
 }
@@ -216,6 +256,12 @@ def _in_float32(x: Tensor | None) -> Tensor | None:
 def _added(x: Tensor, bias: Tensor | None) -> Tensor:
     """Return x + bias in float32."""
     return x.float() if bias is None else x.float() + bias.float()
+
+
+def _offsets(tables: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
+    """Return the first new token of each row, and the end of the last row, behind which there is only padding."""
+    counts = torch.bincount(rows[positions >= 0], minlength=len(tables))
+    return functional.pad(counts.cumsum(0), (1, 0)).int()
 
 
 def _cached(cache: Tensor, layer: int, table: Tensor, length: int) -> tuple[Tensor, Tensor]:

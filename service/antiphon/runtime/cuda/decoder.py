@@ -6,7 +6,8 @@ first run and replayed from then on. Other steps (prefixes, targets to be scored
 While rows stay as they are, the step after the present one is launched before the present one has been read: its
 tokens are taken on the device. If the rows turn out to have changed, its results are not used. What it wrote then
 belongs to positions that their rows write again, or to blocks that were freed and are written before they are read,
-since all work runs in one stream in order.
+since all work runs in one stream in order. Of the two states of a recurrence it replaced the one that no later step of
+its row reads.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ class CudaDecoder:
             samples=samples,
             edits=edits,
             candidates=candidates,
-            self_width=blocks_for(bounds.max_target_len),
+            self_width=blocks_for(bounds.max_target_len, bounds.target_block_size),
             cross_width=blocks_for(bounds.max_source_len) if bounds.has_encoder else 0,
         )
 
@@ -213,7 +214,7 @@ def _can_go_ahead(batch: DecodeBatch, bounds: Bounds) -> bool:
     has_beams, is_forced = sampling.ints("is_normalized").any(), (sampling.ints("forced_id") >= 0).any()
     needs_host = sampling.edit_offsets[-1] > 0 or has_beams or is_forced
     following = batch.positions + np.int32(1)
-    has_room = (following % BLOCK_SIZE != 0).all() and following.max() < bounds.max_target_len
+    has_room = (following % bounds.target_block_size != 0).all() and following.max() < bounds.max_target_len
     return bool(has_room and not needs_host)
 
 
@@ -223,12 +224,16 @@ def _is_prefix(table: NDArray[np.int32], earlier: NDArray[np.int32], rows: int) 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bounds:
-    """Limits of the arrays of a step: everything is below these numbers, or at most max_source_len."""
+    """Limits of the arrays of a step: everything is below these numbers, or at most max_source_len.
+
+    target_block_size: target tokens of a block.
+    """
 
     max_rows: int
     num_blocks: int
     vocab_size: int
     max_target_len: int
+    target_block_size: int
     max_source_len: int
     has_encoder: bool
 
@@ -246,10 +251,12 @@ def check_batch(batch: DecodeBatch, bounds: Bounds) -> None:
         raise ValueError(f"offsets {batch.offsets.tolist()} do not divide {tokens} tokens into {rows} rows")
     _within("token_ids", batch.token_ids, bounds.vocab_size)
     _within("positions", batch.positions, bounds.max_target_len)
-    _check_tables("self_tables", batch.self_tables, _ends(batch), bounds.num_blocks)
+    if tokens > rows and not _rise(batch):
+        raise ValueError(f"positions {batch.positions.tolist()} must rise by 1 within a row")
+    _check_tables("self_tables", batch.self_tables, _ends(batch), bounds.num_blocks, bounds.target_block_size)
     if bounds.has_encoder:
         _within("source_lens", batch.source_lens, bounds.max_source_len + 1)
-        _check_tables("cross_tables", batch.cross_tables, batch.source_lens, bounds.num_blocks)
+        _check_tables("cross_tables", batch.cross_tables, batch.source_lens, bounds.num_blocks, BLOCK_SIZE)
     _within("picks", sampling.picks, tokens)
     edit_counts = np.diff(sampling.edit_offsets)
     if sampling.edit_offsets[0] != 0 or (len(edit_counts) and edit_counts.min() < 0):
@@ -267,14 +274,27 @@ def _ends(batch: DecodeBatch) -> NDArray[np.int32]:
     return ends
 
 
+def _rise(batch: DecodeBatch) -> bool:
+    """Return True if the positions of each row rise by 1, as recurrences need them."""
+    rises = np.diff(batch.positions) == 1
+    rises[batch.offsets[1:-1] - 1] = True  # from a row to the next one
+    return bool(rises.all())
+
+
 def _within(name: str, values: NDArray[np.generic], end: int) -> None:
     if len(values) and (values.min() < 0 or values.max() >= end):
         raise ValueError(f"{name} are {values.min()} to {values.max()}; they must be 0 to {end - 1}")
 
 
-def _check_tables(name: str, tables: NDArray[np.int32], lengths: NDArray[np.int32], num_blocks: int) -> None:
+def _check_tables(
+    name: str,
+    tables: NDArray[np.int32],
+    lengths: NDArray[np.int32],
+    num_blocks: int,
+    block_size: int,
+) -> None:
     """Check the entries of the blocks that each row uses; entries behind them are not used."""
-    used = -(-lengths // BLOCK_SIZE)
+    used = -(-lengths // block_size)
     if used.max() > tables.shape[1]:
         raise ValueError(f"{name} have {tables.shape[1]} columns; {lengths.max()} positions need {used.max()}")
     entries = tables[np.arange(tables.shape[1]) < used[:, None]]

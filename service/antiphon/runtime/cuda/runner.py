@@ -80,6 +80,7 @@ class CudaRunner(PartialRunner):
             num_blocks=num_blocks,
             vocab_size=model.vocab_size,
             max_target_len=model.max_target_len,
+            target_block_size=self.facts.target_block_size,
             max_source_len=model.max_source_len if has_encoder else 0,
             has_encoder=has_encoder,
         )

@@ -1,4 +1,4 @@
-"""Kernels that compute each token by itself: embedding, norm, activation, rotary positions, picked states."""
+"""Kernels that compute each token by itself: embedding, norm, activation, gates, rotary positions, picked states."""
 
 from __future__ import annotations
 
@@ -144,6 +144,34 @@ def activate(
             second += tl.load(bias + width + columns, mask, other=0.0).to(tl.float32)
         value *= second
     tl.store(out + row * width + columns, value.to(out.dtype.element_ty), mask)
+
+
+@triton.jit
+def gated_sum(
+    out,  # [N, M]
+    x,  # [N, M]
+    x_gate,  # [N, M]
+    x_bias,  # [M]
+    y,  # [N, M]
+    y_gate,  # [N, M]
+    y_bias,  # [M]
+    width,  # M
+    flags,  # 1: x_bias, 2: y_bias
+    BLOCK: tl.constexpr,
+):
+    """Write sigmoid(x_gate + x_bias) * x + sigmoid(y_gate + y_bias) * y. Grid: N, columns of BLOCK."""
+    row = tl.program_id(0).to(tl.int64) * width
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < width
+    x_factor = tl.load(x_gate + row + columns, mask, other=0.0).to(tl.float32)
+    y_factor = tl.load(y_gate + row + columns, mask, other=0.0).to(tl.float32)
+    if (flags & 1) != 0:
+        x_factor += tl.load(x_bias + columns, mask, other=0.0).to(tl.float32)
+    if (flags & 2) != 0:
+        y_factor += tl.load(y_bias + columns, mask, other=0.0).to(tl.float32)
+    first = tl.sigmoid(x_factor) * tl.load(x + row + columns, mask, other=0.0).to(tl.float32)
+    second = tl.sigmoid(y_factor) * tl.load(y + row + columns, mask, other=0.0).to(tl.float32)
+    tl.store(out + row + columns, (first + second).to(out.dtype.element_ty), mask)
 
 
 @triton.jit

@@ -143,6 +143,54 @@ class CudaPagedAttention : public CudaOperator<CudaPagedAttentionNode<T>> {
   }
 };
 
+// Returns the elements of one layer in a block of the pool, which begin with two states of M float32 numbers.
+template <ElementType T, typename Inputs>
+int64_t StatePart(const Inputs& in) {
+  const int64_t part = 2 * in.H * 16 * in.D, bytes = part * (T == kFloat32 ? 4 : 2);
+  Require(bytes >= 8 * in.M, "bytes of a layer in a block of cache", bytes, "two states need more");
+  return part;
+}
+
+template <ElementType T>
+struct CudaSsru : CudaOperator<CudaSsruNode<T>> {
+  using CudaOperator<CudaSsruNode<T>>::CudaOperator;
+
+  void Run(const Call& call) const {
+    const auto in = this->Read(call);
+    RequireLayer(this->settings().layer, in.L);
+    const int64_t part = StatePart<T>(in);
+    void* out = this->Output(call, 0, {in.N, in.M});
+    this->Launch(call, {in.N, CeilDiv(in.M, kBlockColumns), 1},
+                 CudaSsruNode<T>::Ssru(this->settings(), in, out, in.X, in.M, part, in.L));
+  }
+};
+
+template <ElementType T>
+struct CudaPagedAverage : CudaOperator<CudaPagedAverageNode<T>> {
+  using CudaOperator<CudaPagedAverageNode<T>>::CudaOperator;
+
+  void Run(const Call& call) const {
+    const auto in = this->Read(call);
+    RequireLayer(this->settings().layer, in.L);
+    const int64_t part = StatePart<T>(in);
+    void* out = this->Output(call, 0, {in.N, in.M});
+    this->Launch(call, {in.N, CeilDiv(in.M, kBlockColumns), 1},
+                 CudaPagedAverageNode<T>::PagedAverage(this->settings(), in, out, in.X, in.M, part, in.L));
+  }
+};
+
+template <ElementType T>
+struct CudaGatedSum : CudaOperator<CudaGatedSumNode<T>> {
+  using CudaOperator<CudaGatedSumNode<T>>::CudaOperator;
+
+  void Run(const Call& call) const {
+    const auto in = this->Read(call);
+    void* out = this->Output(call, 0, {in.N, in.M});
+    this->Launch(call, {in.N, CeilDiv(in.M, kBlockColumns), 1},
+                 CudaGatedSumNode<T>::GatedSum(this->settings(), in, out, in.M));
+  }
+};
+
 template <ElementType T>
 struct CudaPick : CudaOperator<CudaPickNode<T>> {
   using CudaOperator<CudaPickNode<T>>::CudaOperator;
@@ -188,6 +236,9 @@ std::vector<const OrtCustomOp*> CudaOperators() {
   AppendOperator<CudaPackedAttention>(&all);
   AppendOperator<CudaPagedWrite>(&all);
   AppendOperator<CudaPagedAttention>(&all);
+  AppendOperator<CudaSsru>(&all);
+  AppendOperator<CudaPagedAverage>(&all);
+  AppendOperator<CudaGatedSum>(&all);
   AppendOperator<CudaPick>(&all);
   AppendOperator<CudaSample>(&all);
   return all;
