@@ -363,6 +363,19 @@ async def test_message_holds_everything_that_one_window_produced() -> None:
     assert len(sizes) <= 3  # the first token of some, then all the rest
 
 
+async def test_whole_answer_is_written_at_once_if_no_other_can_join_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generate_many, "_WHOLE_WINDOW_S", 3600)
+    async with serving() as served:
+        talk = Talk(served)
+        for index in range(3):
+            request = one(index)
+            request.is_whole = True
+            await talk.send(request)
+            await talk.until(index)
+        await talk.finish()
+        assert await talk.call.code() is grpc.StatusCode.OK
+
+
 async def test_priorities_are_those_of_single_calls() -> None:
     async with serving(limits_for(FakeRunner(max_rows=1))) as served:
         gate = Gate(served.runner)

@@ -6,6 +6,7 @@ Everything that is ready goes into one message.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
@@ -58,7 +59,13 @@ class Conversation:
         self._by_id: dict[int, OpenRequest] = {}  # those whose last answer is not on its way
         self._reads: dict[int, asyncio.Task[None]] = {}  # long texts, read in a thread
         writer = context.writer(self._backlog_bytes)
-        self._outbox = Outbox(writer, lambda: pacing.window_s, self._answering, self._answered)
+        self._outbox = Outbox(
+            writer,
+            lambda: pacing.window_s,
+            num_open=lambda: len(self._open),
+            on_answering=self._answering,
+            on_answered=self._answered,
+        )
         self._has_room = asyncio.Event()
         self._has_room.set()
         self._is_idle = asyncio.Event()
@@ -257,35 +264,43 @@ def _failure(error: AntiphonError) -> pb.Failure:
 class Outbox:
     """Writes the answers of one call, one message at a time. For the event loop.
 
-    window_s: time from one message with deltas to the next, in which answers are collected. on_answering, on_answered:
-    called with each request before and after its last answer is written.
+    window_s: time from one message with deltas to the next, in which answers are collected. num_open: requests whose
+    last answer is not written. on_answering, on_answered: called with each request before and after its last answer is
+    written.
     """
 
     def __init__(
         self,
         writer: Writer,
         window_s: Callable[[], float],
+        *,
+        num_open: Callable[[], int],
         on_answering: Callable[[OpenRequest], None],
         on_answered: Callable[[OpenRequest], None],
     ) -> None:
         self._writer = writer
         self._window_s = window_s
+        self._num_open = num_open
         self._on_answering = on_answering
         self._on_answered = on_answered
         self._ready: deque[OpenRequest] = deque()
         self._is_closed = self._is_dropped = False
         self._changed = asyncio.Event()
+        self._is_complete = asyncio.Event()  # no other request could add a whole answer to the next message
 
     def put(self, request: OpenRequest) -> None:
         """Note that a request has answers to be written."""
-        if not self._is_dropped:
-            self._ready.append(request)
-            self._changed.set()
+        if self._is_dropped:
+            return
+        self._ready.append(request)
+        self._changed.set()
+        self._note_complete()
 
     def close(self) -> None:
         """End `run` once everything is written."""
         self._is_closed = True
         self._changed.set()
+        self._is_complete.set()
 
     def drop(self) -> None:
         """Forget what is not written, and what comes later: the call has ended."""
@@ -301,11 +316,19 @@ class Outbox:
             while self._ready:
                 is_urgent = any(not request.is_whole for request in self._ready)
                 next_s = loop.time() + max(self._window_s(), 0.0 if is_urgent else _WHOLE_WINDOW_S)
+                self._is_complete.clear()
                 await self._write_some()
+                self._note_complete()
                 if not self._is_closed:
-                    await asyncio.sleep(max(0.0, next_s - loop.time()))
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout_at(next_s):
+                            await self._is_complete.wait()
             if self._is_closed:
                 return
+
+    def _note_complete(self) -> None:
+        if self._ready and self._ready[-1].is_whole and len(self._ready) >= self._num_open():
+            self._is_complete.set()
 
     async def _write_some(self) -> None:
         """Write one message."""
