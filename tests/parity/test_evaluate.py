@@ -15,7 +15,7 @@ import sacrebleu
 from antiphon.bundle.manifest import Bundle, load_bundle, write_manifest
 from antiphon.checkpoints.checkpoint import Checkpoint
 from antiphon.cli.main import main
-from antiphon.client import Client, Options, ServerError
+from antiphon.client import Client, Generation, Options, ServerError
 from antiphon.export.export import export_bundle
 from antiphon.server.settings import SHIPPED_BUNDLE
 from antiphon.training.corpus import load_collections
@@ -60,6 +60,12 @@ def test_engine_pytorch_and_ctranslate2_give_equal_translations(
     hypotheses = outputs[0].read_text(encoding="utf-8").split("\n")[:-1]
     assert engine["chrf"] == round(sacrebleu.corpus_chrf(hypotheses, [REFERENCES]).score, 2)
     assert engine["bleu"] == round(sacrebleu.corpus_bleu(hypotheses, [REFERENCES]).score, 2)
+    assert engine["equal"] == 0.0
+    (tmp_path / "half").write_text("".join(f"{line}\n" for line in (*hypotheses[:3], "x", "x")), encoding="utf-8")
+    (against,) = evaluate(
+        capsys, str(bundle.path), *files[:2], "--reference", str(tmp_path / "half"), "--precision", "float32"
+    )
+    assert against["equal"] == 60.0
 
 
 def test_running_server_scores_as_its_bundle_does(
@@ -72,10 +78,49 @@ def test_running_server_scores_as_its_bundle_does(
         assert main(["evaluate", "model", "--target", server.target, *files]) == 2
         assert "leave out MODEL" in capsys.readouterr().err
     assert outputs[0].read_text() == outputs[1].read_text()
-    for name in ("bleu", "chrf", "sentences", "too_long"):
+    for name in ("bleu", "chrf", "equal", "candidates", "sentences", "too_long"):
         assert served[name] == offline[name]
     assert main(["evaluate", "--target", "127.0.0.1:1", *files]) == 2
     assert "127.0.0.1:1" in capsys.readouterr().err
+
+
+def test_bundle_is_scored_with_the_defaults_of_its_model(
+    bundle: Bundle, files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy, outputs = copy_of(bundle, tmp_path / "copy"), [tmp_path / name for name in ("plain", "bundle", "server")]
+    evaluate(capsys, str(copy), *files, "--output", str(outputs[0]))
+    manifest = load_bundle(copy).manifest
+    defaults = manifest.generation.model_copy(update={"max_new_tokens": 3})
+    write_manifest(copy, manifest.model_copy(update={"generation": defaults}))
+    evaluate(capsys, str(copy), *files, "--output", str(outputs[1]))
+    with ServerProcess(copy) as server:
+        evaluate(capsys, "--target", server.target, *files, "--output", str(outputs[2]))
+    plain, offline, served = (path.read_text(encoding="utf-8") for path in outputs)
+    assert offline == served != plain
+
+
+@pytest.mark.combinations
+def test_shortlist_gives_the_translations_of_a_client_that_asks_for_it(
+    bundle: Bundle, files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy, output = copy_of(bundle, tmp_path / "copy"), tmp_path / "output"
+    pairs = (tmp_path / "pairs.source", tmp_path / "pairs.reference")
+    for path, lines in zip(pairs, (SOURCES, REFERENCES), strict=True):
+        path.write_text("".join(f"{line}\n" for line in lines * 4), encoding="utf-8")
+    learned = ("--source", str(pairs[0]), "--reference", str(pairs[1]), "--best", "3", "--frequent", "3")
+    assert main(["shortlist", str(copy), *learned]) == 0
+    capsys.readouterr()
+    with ServerProcess(copy) as server:
+        (score,) = evaluate(capsys, "--target", server.target, *files, "--use-shortlist", "--output", str(output))
+        with Client(server.target) as client:
+            answers = list(client.generate_many(SOURCES, Options(beam_width=1, use_shortlist=True)))
+    generations = [answer for answer in answers if isinstance(answer, Generation)]
+    assert output.read_text(encoding="utf-8") == "".join(f"{answer.text}\n" for answer in generations)
+    assert score["candidates"] == pytest.approx(
+        sum(answer.usage.candidate_tokens for answer in generations) / len(SOURCES), abs=0.05
+    )
+    assert main(["evaluate", str(copy), *files, "--use-shortlist"]) == 2
+    assert "--use-shortlist needs --target" in capsys.readouterr().err
 
 
 def test_beam_search_gives_the_translations_of_a_client_with_that_width(
@@ -215,10 +260,10 @@ def test_named_collections_of_a_recipe_are_scored_without_the_others(
             "--target-language is 'de'; it must be empty: this model takes none",
         ),
         (["--record", "--precision", "int8", "--source", __file__, "--reference", __file__], "leave out the rest"),
-        (["--text", __file__], "--text measures decoder-only models; "),
+        (["--text", __file__], "--text measures decoder-only and encoder-only models; "),
         (
             ["--recipe", "tatoeba-en-de", "--data", ".", "--collection", "news"],
-            "--collection 'news' is not one of the recipe's collections: none",
+            "collection 'news' is not one of the recipe's collections: none",
         ),
         (["--recipe", "tatoeba-en-de", "--data", "/nowhere"], "/nowhere/tatoeba-en-de/pairs.en-de.tsv.gz is missing"),
     ],

@@ -119,7 +119,10 @@ def test_recorded_perplexity_equals_the_score_of_each_precision(
     ("arguments", "message"),
     [
         (["--text", "/nowhere/a"], "/nowhere/a cannot be read"),
-        (["--text", __file__, "--source", __file__], "--text measures decoder-only models; leave out --source"),
+        (
+            ["--text", __file__, "--source", __file__],
+            "--text measures decoder-only and encoder-only models; leave out --source",
+        ),
         (["--text", __file__, "--record", "--precision", "int8"], "leave out --precision"),
         (["--text", "/dev/null"], "/dev/null: none of 1 lines has 2 tokens"),
         (

@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from antiphon.bundle.manifest import load_bundle
+from antiphon.cli.main import main
 from antiphon.client import ServerError
 from antiphon.errors import SourceError, VerificationError
 from antiphon.importer import compare_pipeline
@@ -205,6 +206,31 @@ async def test_int8_graphs_have_the_dense_layer_too(tmp_path: Path) -> None:
     async with serving_bundle(bundle) as served:
         found = (await served.client.embed(TEXTS[0])).vector
     assert float(np.dot(found, written.embed(TEXTS[:1])[0].numpy())) > 0.97
+
+
+@pytest.mark.combinations
+async def test_evaluate_compares_the_vectors_that_clients_get_with_those_of_float32(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written = write(tmp_path / "checkpoint", CASES["listed modes, prompt, cut"])
+    bundle = imported(written.folder, precisions=("float32", "int8"))
+    texts = tmp_path / "texts"
+    texts.write_text("\n".join([*TEXTS, "", "the cat " * 40]), encoding="utf-8")
+    vectors = {}
+    for precision in ("float32", "int8"):
+        async with serving_bundle(bundle, precision=precision) as served:
+            vectors[precision] = np.array([(await served.client.embed(text)).vector for text in TEXTS])
+    exact, rounded = vectors["float32"], vectors["int8"]
+    cosines = (exact * rounded).sum(axis=1) / np.linalg.norm(exact, axis=1) / np.linalg.norm(rounded, axis=1)
+    capsys.readouterr()
+    assert await asyncio.to_thread(main, ["evaluate", str(bundle), "--text", str(texts), "--json"]) == 0
+    (score,) = map(json.loads, capsys.readouterr().out.splitlines())
+    assert score["mean_cosine"] == pytest.approx(cosines.mean(), abs=1e-6)
+    assert score["least_cosine"] == pytest.approx(cosines.min(), abs=1e-6)
+    assert score["least_cosine"] < 1 - 1e-6
+    assert (score["system"], score["texts"], score["skipped"]) == ("antiphon int8", len(TEXTS), 2)
+    assert main(["evaluate", str(bundle), "--text", str(texts), "--record"]) == 2
+    assert "leave out --record" in capsys.readouterr().err
 
 
 @pytest.mark.combinations

@@ -38,8 +38,13 @@ class Corpus:
         return Corpus(train=train, valid=valid, test=test)
 
 
-def load_corpus(config: DataConfig, folder: Path) -> Corpus:
-    """Read the recipe's files below `folder` and check their SHA-256. Raises RecipeError naming the file."""
+def load_corpus(config: DataConfig, folder: Path, collections: Sequence[str] | None = None) -> Corpus:
+    """Read the recipe's files below `folder` and check their SHA-256.
+
+    collections: names of the collections to read; None: all. Raises RecipeError naming the file or the collection.
+    """
+    if collections is not None:
+        config = _of_collections(config, collections)
     if config.collections:
         return joined_corpus(list(load_collections(config, folder).values()))
     if config.pairs is not None:
@@ -57,6 +62,15 @@ def load_corpus(config: DataConfig, folder: Path) -> Corpus:
     if config.preprocess == "moses-lower":
         corpus = _moses_lower(corpus, config)
     return corpus
+
+
+def _of_collections(config: DataConfig, names: Sequence[str]) -> DataConfig:
+    known = [file.name for file in config.collections]
+    if unknown := [name for name in names if name not in known]:
+        raise RecipeError(
+            f"collection {unknown[0]!r} is not one of the recipe's collections: {', '.join(known) or 'none'}"
+        )
+    return config.model_copy(update={"collections": tuple(file for file in config.collections if file.name in names)})
 
 
 def load_collections(config: DataConfig, folder: Path) -> dict[str, Corpus]:

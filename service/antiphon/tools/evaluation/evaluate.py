@@ -1,8 +1,8 @@
 """`antiphon evaluate`: runs a bundle, or a checkpoint in PyTorch, on a test set, and scores it.
 
 This module reads the flags, opens bundles and test sets, and records scores in manifests. translations.py, labels.py,
-texts.py and checkpoints.py compute the scores. A bundle runs in the same engine as in the server, without the network.
-torch is imported for checkpoints only.
+texts.py, vectors.py and checkpoints.py compute the scores. A bundle runs in the same engine as in the server, without
+the network. torch is imported for checkpoints only.
 """
 
 from __future__ import annotations
@@ -17,7 +17,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TypeVar
 
-from antiphon.bundle.manifest import MANIFEST_NAME, Bundle, Measure, Precision, Quality, load_bundle, write_manifest
+from antiphon.bundle.manifest import (
+    MANIFEST_NAME,
+    Bundle,
+    GenerationDefaults,
+    Measure,
+    Precision,
+    Quality,
+    load_bundle,
+    write_manifest,
+)
 from antiphon.cli.common import report_error
 from antiphon.cli.connection_flags import add_call_flags, add_connection_flags, connection_problem, read_client_flags
 from antiphon.client import Options, ServerError
@@ -26,6 +35,7 @@ from antiphon.domain.limits import ALLOWED
 from antiphon.domain.sampling_params import SamplingParams
 from antiphon.errors import ModelError
 from antiphon.rpc.v1.languages import RequestLanguages, named_languages
+from antiphon.rpc.v1.options import NO_DEFAULTS, with_defaults
 from antiphon.runtime.lanes import open_runner
 from antiphon.runtime.native import EncoderRunner
 from antiphon.text.format import TextFormat
@@ -35,8 +45,9 @@ from antiphon.tools.evaluation.checkpoints import evaluate_checkpoint, score_tex
 from antiphon.tools.evaluation.labels import LabelScore, evaluate_labels
 from antiphon.tools.evaluation.texts import NoTextError, TextScore, evaluate_texts
 from antiphon.tools.evaluation.translations import Reader, Score, TestSet, evaluate_server, run_engine, score_system
-from antiphon.training.corpus import Corpus, Pair, load_corpus, read_running_text
-from antiphon.training.recipe import DataConfig, FineTuneRecipe, LanguageModelRecipe, load_any_recipe, load_recipe
+from antiphon.tools.evaluation.vectors import VectorScore, evaluate_vectors
+from antiphon.training.corpus import Pair, load_corpus, read_running_text
+from antiphon.training.recipe import FineTuneRecipe, LanguageModelRecipe, load_any_recipe, load_recipe
 
 AnyScore = TypeVar("AnyScore", LabelScore, TextScore)
 
@@ -69,7 +80,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="or, for a decoder-only model: a file of texts whose perplexity is measured, plain or .gz. Each line is "
         "a text. Its first token (the begin token if the model has one there) is given and the others are scored; "
-        "long texts are split into windows of the model's length; blank lines and single tokens are skipped",
+        "long texts are split into windows of the model's length; blank lines and single tokens are skipped. For an "
+        "encoder-only model: texts whose vectors are compared with those of the float32 graphs",
     )
     for side in ("source", "target"):
         parser.add_argument(
@@ -84,6 +96,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")
     parser.add_argument("--rows", type=int, default=32, help="sentences that run together")
     parser.add_argument("--beam-width", type=int, default=1, help="live beams of a beam search (default: 1, greedy)")
+    parser.add_argument(
+        "--use-shortlist", action="store_true", help="with --target: choose only among the candidates of each source"
+    )
     parser.add_argument(
         "--ctranslate2", action="store_true", help="for a checkpoint: also run CTranslate2, same weights"
     )
@@ -119,11 +134,13 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _scores(args: argparse.Namespace) -> Sequence[Score | LabelScore | TextScore]:
+def _scores(args: argparse.Namespace) -> Sequence[Score | LabelScore | TextScore | VectorScore]:
     if args.target is not None:
         return [_evaluate_server(args)]
     if args.model is None:
         raise EvaluationError("give a MODEL, or --target with the address of a server")
+    if args.use_shortlist:
+        raise EvaluationError("--use-shortlist needs --target with the address of a server")
     if args.text is not None:
         return _evaluate_texts(args)
     recipe = load_any_recipe(args.recipe) if args.recipe and args.data else None
@@ -147,7 +164,7 @@ def _evaluate_server(args: argparse.Namespace) -> Score:
     _check_output(args)
     languages = (args.source_language, args.target_language)
     try:
-        options = Options(beam_width=_params(args).beam_width)
+        options = Options(beam_width=_params(args).beam_width, use_shortlist=args.use_shortlist or None)
         return evaluate_server(args.target, languages, read_client_flags(args), options, _test_set(args), args.output)
     except ServerError as error:
         raise EvaluationError(f"{args.target}: {error}") from None
@@ -164,14 +181,35 @@ def _check_output(args: argparse.Namespace) -> None:
         raise EvaluationError(f"--output is {args.output}, but there is no directory {args.output.parent}")
 
 
-def _evaluate_texts(args: argparse.Namespace) -> list[TextScore]:
+def _evaluate_texts(args: argparse.Namespace) -> Sequence[TextScore | VectorScore]:
+    measured = "--text measures decoder-only and encoder-only models"
     if excluded := [name for name in _NOT_BESIDE_TEXT if getattr(args, name)]:
-        raise EvaluationError(f"--text measures decoder-only models; leave out {_flag(excluded[0])}")
-    texts, bundle = _read(args.text), _decoder_only(args, "--text measures decoder-only models")
+        raise EvaluationError(f"{measured}; leave out {_flag(excluded[0])}")
+    texts, bundle = _read(args.text), load_bundle(args.model)
+    if bundle.manifest.model.architecture == "encoder":
+        return _evaluate_vectors(args, bundle, texts)
+    bundle = _decoder_only(args, measured)
     try:
         return _score_texts(args, bundle, texts, [args.text])
     except NoTextError as error:
         raise EvaluationError(f"{args.text}: {error}") from None
+
+
+def _evaluate_vectors(args: argparse.Namespace, bundle: Bundle, texts: Sequence[str]) -> list[VectorScore]:
+    """Compare the vectors of every other precision with those of float32. Raises EvaluationError."""
+    if args.record or args.precision:
+        raise EvaluationError("--text compares the vectors of every precision; leave out --record and --precision")
+    precisions = _bundle_precisions(bundle)
+    if "float32" not in precisions:
+        raise EvaluationError(f"{args.model} has no float32 graphs to compare with")
+
+    def runner_of(precision: Precision) -> EncoderRunner:
+        runner = open_runner(bundle, max_rows=args.rows, threads=args.threads, precision=precision)
+        assert isinstance(runner, EncoderRunner)
+        return runner
+
+    others = [runner_of(precision) for precision in precisions if precision != "float32"]
+    return evaluate_vectors(bundle, runner_of("float32"), others, texts)
 
 
 def _evaluate_running_text(args: argparse.Namespace, recipe: LanguageModelRecipe) -> list[TextScore]:
@@ -255,7 +293,7 @@ def _recorded(
 def _test_set(args: argparse.Namespace) -> TestSet:
     if args.recipe and args.data:
         recipe = load_recipe(args.recipe)
-        corpus = _corpus(recipe.data, args.data, args.collection)
+        corpus = load_corpus(recipe.data, args.data, args.collection)
         pairs = _first_references(corpus.test if args.part == "test" else corpus.valid)
         return TestSet(pairs=pairs, is_tokenised=recipe.data.preprocess == "moses-lower")
     if args.source and args.reference:
@@ -268,29 +306,19 @@ def _test_set(args: argparse.Namespace) -> TestSet:
     raise EvaluationError("give --recipe with --data, or --source with --reference; for a decoder-only model --text")
 
 
-def _corpus(config: DataConfig, folder: Path, collections: Sequence[str] | None) -> Corpus:
-    if collections is None:
-        return load_corpus(config, folder)
-    names = [file.name for file in config.collections]
-    if unknown := [name for name in collections if name not in names]:
-        known = ", ".join(names) if names else "none"
-        raise EvaluationError(f"--collection {unknown[0]!r} is not one of the recipe's collections: {known}")
-    chosen = tuple(file for file in config.collections if file.name in collections)
-    return load_corpus(config.model_copy(update={"collections": chosen}), folder)
-
-
 def _first_references(pairs: Sequence[Pair]) -> list[Pair]:
     """Return each source once, with the first of its references."""
     return list(dict(reversed(pairs)).items())[::-1]
 
 
 def _read(path: Path) -> list[str]:
+    """Return the lines of a file, plain or .gz, without their ends. Raises EvaluationError."""
     try:
         raw = path.read_bytes()
         text = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise EvaluationError(f"{path} cannot be read: {error}") from None
-    return text.removesuffix("\n").split("\n")
+    return text.replace("\r\n", "\n").removesuffix("\n").split("\n")
 
 
 def _record(args: argparse.Namespace, test_set: TestSet) -> list[Score]:
@@ -327,7 +355,7 @@ def _evaluate_bundle(args: argparse.Namespace, test_set: TestSet) -> list[Score]
     limit = bundle.manifest.model.max_source_len
     reader = Reader(open_tokenizer(bundle.path, text), text, limit, languages.ids)
     runner = open_runner(bundle, max_rows=args.rows, threads=args.threads, precision=args.precision)
-    params = _params(args)
+    params = _params(args, bundle.manifest.generation)
 
     def decode(sources: Sequence[list[int]]) -> list[list[int]]:
         return asyncio.run(run_engine(runner, sources, params, languages))
@@ -335,9 +363,10 @@ def _evaluate_bundle(args: argparse.Namespace, test_set: TestSet) -> list[Score]
     return [score_system(f"antiphon {runner.facts.precision}", decode, reader, test_set, args.output)]
 
 
-def _params(args: argparse.Namespace) -> SamplingParams:
+def _params(args: argparse.Namespace, generation: GenerationDefaults = NO_DEFAULTS) -> SamplingParams:
+    """Return the parameters of every request, with the model's defaults as in a server. Raises EvaluationError."""
     try:
-        params = SamplingParams(beam_width=args.beam_width)
+        params = with_defaults({"beam_width": args.beam_width}, {}, generation).params
     except InvalidArgument as error:
         raise EvaluationError(f"--beam-width is {error.value}; it must be {error.allowed}") from None
     if params.num_rows > args.rows:

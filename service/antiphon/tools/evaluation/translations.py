@@ -34,11 +34,17 @@ _GREEDY = SamplingParams()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Score:
-    """Score of one system on one test set. sacreBLEU computes bleu and chrf; tokens_per_s counts target tokens."""
+    """Score of one system on one test set. sacreBLEU computes bleu and chrf; tokens_per_s counts target tokens.
+
+    equal: percentage of translations that equal their reference. candidates: mean number of tokens that a source's
+    shortlist allows; 0 without a shortlist.
+    """
 
     system: str
     bleu: float
     chrf: float
+    equal: float
+    candidates: float
     sentences: int
     too_long: int
     seconds: float
@@ -49,20 +55,23 @@ class Score:
     def row(self) -> str:
         """Return the score as one line."""
         left_out = f", {self.too_long} too long" if self.too_long else ""
+        candidates = f"{self.candidates:,.0f} candidates  " if self.candidates else ""
         return (
-            f"{self.system:<24} BLEU {self.bleu:5.2f}  chrF {self.chrf:5.2f}  {self.sentences} sentences{left_out}  "
-            f"{self.tokens_per_s:,.0f} tokens/s  {self.bleu_signature}"
+            f"{self.system:<24} BLEU {self.bleu:5.2f}  chrF {self.chrf:5.2f}  equal {self.equal:.1f} %  "
+            f"{self.sentences} sentences{left_out}  {candidates}{self.tokens_per_s:,.0f} tokens/s  "
+            f"{self.bleu_signature}"
         )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answers:
-    """Translations of a test set, and what they took. num_tokens: end tokens included."""
+    """Translations of a test set, and what they took. num_tokens: end tokens included. candidates: as in Score."""
 
     texts: list[str]
     num_too_long: int
     num_tokens: int
     seconds: float
+    candidates: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,13 +148,16 @@ def score_answers(system: str, answers: Answers, test_set: TestSet, output: Path
     """Score the translations of a test set, and write them to `output`, one per line, unless it is None."""
     if output is not None:
         output.write_text("".join(f"{line}\n" for line in answers.texts), encoding="utf-8")
-    references = [[reference for _, reference in test_set.pairs]]
+    references = [reference for _, reference in test_set.pairs]
+    num_equal = sum(text == reference for text, reference in zip(answers.texts, references, strict=True))
     bleu = BLEU(tokenize="none" if test_set.is_tokenised else "13a", force=test_set.is_tokenised)
-    result = bleu.corpus_score(answers.texts, references)
+    result = bleu.corpus_score(answers.texts, [references])
     return Score(
         system=system,
         bleu=round(result.score, 2),
-        chrf=round(CHRF().corpus_score(answers.texts, references).score, 2),
+        chrf=round(CHRF().corpus_score(answers.texts, [references]).score, 2),
+        equal=round(100 * num_equal / len(references), 2),
+        candidates=round(answers.candidates, 1),
         sentences=len(answers.texts),
         too_long=answers.num_too_long,
         seconds=round(answers.seconds, 2),
@@ -183,5 +195,6 @@ def evaluate_server(
         num_too_long=len(refused),
         num_tokens=sum(result.usage.generated_tokens for result in answered),
         seconds=seconds,
+        candidates=sum(result.usage.candidate_tokens for result in answered) / max(len(answered), 1),
     )
     return score_answers(f"{name} at {target}", answers, test_set, output)
