@@ -27,6 +27,8 @@ from antiphon.errors import CorpusError, ModelError
 from antiphon.text.format import TextFormat
 from antiphon.text.shortlist import Shortlist
 from antiphon.text.tokenizer import Tokenizer, open_tokenizer
+from antiphon.training.corpus import Pair, load_corpus
+from antiphon.training.recipe import load_recipe
 
 TokenPair = tuple[Sequence[int], Sequence[int]]
 # Tokens of a side beyond which a pair is left out: its links grow with the product of the lengths.
@@ -183,8 +185,11 @@ def _write(model: _Model, shortlist: Shortlist) -> Path:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument("model", type=Path, metavar="MODEL", help="bundle, or checkpoint of `antiphon train`")
-    parser.add_argument("--source", type=Path, required=True, help="file of sources, one a line")
-    parser.add_argument("--reference", type=Path, required=True, help="file of their translations, one a line")
+    parser.add_argument("--source", type=Path, help="file of sources, one a line")
+    parser.add_argument("--reference", type=Path, help="file of their translations, one a line")
+    parser.add_argument("--recipe", help="or: the training part of this recipe's data (with --data)")
+    parser.add_argument("--data", type=Path, help="folder of the recipe's data files")
+    parser.add_argument("--collection", nargs="+", metavar="NAME", help="only these collections of the recipe's data")
     for name, default, what in (
         ("best", 50, "target tokens of each source token, the likeliest ones"),
         ("frequent", 50, "target tokens that every source has, the most frequent ones"),
@@ -215,12 +220,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _token_pairs(args: argparse.Namespace, model: _Model) -> list[TokenPair]:
     """Return the tokens of the texts in random order, without those of the template. Raises CorpusError."""
-    sources, references = (path.read_text(encoding="utf-8").split("\n") for path in (args.source, args.reference))
-    if len(sources) != len(references):
-        raise CorpusError(
-            f"{args.source} has {len(sources)} lines, {args.reference} has {len(references)}; they must be equal"
-        )
-    texts = list(zip(sources, references, strict=True))
+    texts = _texts(args)
     texts = random.Random(_SEED).sample(texts, min(args.pairs, len(texts)))
     encoded = zip(
         model.tokenizer.encode_batch([source for source, _ in texts]),
@@ -229,8 +229,22 @@ def _token_pairs(args: argparse.Namespace, model: _Model) -> list[TokenPair]:
     )
     pairs: list[TokenPair] = [pair for pair in encoded if all(0 < len(side) <= _LONGEST for side in pair)]
     if not pairs:
-        raise CorpusError(f"{args.source} and {args.reference} have no pair of 1 to {_LONGEST} tokens a side")
+        raise CorpusError(f"the texts have no pair of 1 to {_LONGEST} tokens a side")
     return pairs
+
+
+def _texts(args: argparse.Namespace) -> Sequence[Pair]:
+    """Read the pairs of the files, or of a recipe's training part. Raises ModelError."""
+    if args.recipe and args.data:
+        return load_corpus(load_recipe(args.recipe).data, args.data, args.collection).train
+    if not (args.source and args.reference):
+        raise CorpusError("give --source with --reference, or --recipe with --data")
+    sources, references = (path.read_text(encoding="utf-8").split("\n") for path in (args.source, args.reference))
+    if len(sources) != len(references):
+        raise CorpusError(
+            f"{args.source} has {len(sources)} lines, {args.reference} has {len(references)}; they must be equal"
+        )
+    return list(zip(sources, references, strict=True))
 
 
 def _learned(args: argparse.Namespace, model: _Model, pairs: Sequence[TokenPair]) -> Shortlist:

@@ -19,8 +19,12 @@ from antiphon.server.settings import SHIPPED_BUNDLE
 from antiphon.text.shortlist import Shortlist
 from antiphon.text.tokenizer import open_tokenizer
 from antiphon.training import shortlist as module
+from antiphon.training.corpus import load_corpus
+from antiphon.training.recipe import Recipe, TrainConfig
 from antiphon.training.shortlist import TokenPair, learn_lexicon, shortlist_of
+from tests.pair_collections import collections, pairs_of
 from tests.parity.exports import small_config, write_checkpoint
+from tests.recipe_files import write_recipe
 
 NUM_SOURCES, NUM_TARGETS = 9, 11
 
@@ -131,6 +135,28 @@ def test_command_writes_the_shortlist_into_a_bundle_and_replaces_an_older_one(
     assert sorted(path.name for path in bundle.iterdir()) == sorted({"manifest.json", *after.files})
     assert set(after.files) == {*before.files, after.text.shortlist}
     assert after.model_copy(update={"text": before.text, "files": before.files}) == before
+
+
+def test_pairs_of_a_recipe_are_those_of_its_training_part(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = collections(tmp_path, {"one": pairs_of("first", 300), "two": pairs_of("second", 200)})
+    described: dict[str, object] = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "num_heads": 4, "d_ff": 64}
+    recipe = Recipe(name="two", data=data, vocab_size=300, model=described, train=TrainConfig())
+    folders = [tmp_path / "recipe", tmp_path / "files"]
+    for folder in folders:
+        shutil.copytree(SHIPPED_BUNDLE, folder)
+    flags = ["--recipe", write_recipe(recipe, tmp_path / "two.toml"), "--data", str(tmp_path), "--collection", "two"]
+    assert main(["shortlist", str(folders[0]), *flags]) == 0
+    sources, references = zip(*load_corpus(data, tmp_path, ["two"]).train, strict=True)
+    for name, lines in (("en", sources), ("de", references)):
+        (tmp_path / name).write_text("\n".join(lines))
+    assert (
+        main(["shortlist", str(folders[1]), "--source", str(tmp_path / "en"), "--reference", str(tmp_path / "de")]) == 0
+    )
+    names = [load_bundle(folder).manifest.text.shortlist for folder in folders]
+    assert names[0] == names[1]  # with a part of the SHA-256
+    capsys.readouterr()
+    assert main(["shortlist", str(folders[0]), "--source", str(tmp_path / "en")]) == 2
+    assert "give --source with --reference, or --recipe with --data" in capsys.readouterr().err
 
 
 def test_shortlist_of_a_checkpoint_is_exported_and_stays_in_copies(tmp_path: Path) -> None:
