@@ -1,8 +1,10 @@
 """Sentences per second of a Marian model served here, beside Marian itself (pymarian) and fxtranslate.
 
     python -m antiphon.tools.bench.marian BUNDLE --files DIR --wheels build/real-weights --sources FILE --json OUT
+    python -m antiphon.tools.bench.marian BUNDLE --files DIR --wheels build/real-weights --sources FILE --texts
 
-All sides translate the same sentences on the same cores, greedily, in turn. fxtranslate translates one sentence a call,
+With --texts nothing is measured: the texts of both in float32, over the whole vocabulary, are compared. Otherwise all
+sides translate the same sentences on the same cores, greedily, in turn. fxtranslate translates one sentence a call,
 in a process for each core; pymarian, in float32, gets all sentences at once and sorts them. Both read the shortlist.
 `make real-weights` unpacks their packages, which need python3.11.
 """
@@ -17,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -157,6 +159,35 @@ def measure(sides: dict[str, Side], lines: Sequence[str], rounds: int) -> dict[s
     return results
 
 
+def compare_texts(args: argparse.Namespace, npz: Path, lines: Sequence[str]) -> None:
+    """Print how many texts of the bundle equal Marian's, both in float32 over the whole vocabulary, and each other one.
+
+    margin: log-probability here of the first token that differs, less that of Marian's token in its place.
+    """
+    vocabulary, pymarian = next(args.files.glob("*.spm")), next(args.wheels.glob("pymarian==*"))
+    settings = f"-m {npz} -v {vocabulary} {vocabulary} --cpu-threads {args.cores} --beam-size 1 -w 512 --quiet"
+    flags = f"--precision float32 --port 0 --metrics-port 0 --access-log none --threads {args.cores}".split()
+    with ExitStack() as stack:
+        marian = stack.enter_context(Child(pymarian, _PYMARIAN, f"{settings} --mini-batch 32 --maxi-batch 100"))
+        server = stack.enter_context(Served("antiphon.cli.main", "serve", str(args.bundle), *flags))
+        client = stack.enter_context(Client(server.target))
+        here = served(client, 32, use_shortlist=False)(lines)
+        different = [pair for pair in zip(lines, here, marian(lines), strict=True) if pair[1] != pair[2]]
+        print(f"{len(lines) - len(different)} of {len(lines)} texts are equal")
+        for source, ours, theirs in different:
+            print(
+                f"{source}\n  here    {ours}\n  Marian  {theirs}\n  margin  {margin(client, source, ours, theirs):.5f}"
+            )
+
+
+def margin(client: Client, source: str, ours: str, theirs: str) -> float:
+    """Return the log-probability of the first token that differs in our text, less that of the other's token."""
+    scored = [client.score(source, text).logprobs for text in (ours, theirs)]
+    pairs = zip(*scored, strict=False)
+    gaps: Iterator[float] = (a.logprob - b.logprob for a, b in pairs if a.token_id != b.token_id)
+    return next(gaps)
+
+
 def compare(args: argparse.Namespace, rows: int, npz: Path, lines: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Measure all sides with `rows` sentences at a time; print and return their results. npz: the model as float32."""
     model = model_file(args.files)
@@ -194,7 +225,7 @@ def model_file(folder: Path) -> Path:
 
 
 def main() -> None:
-    """Measure, print a line for each side, and write the figures."""
+    """Measure, print a line for each side, and write the figures; or compare texts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bundle", type=Path)
     parser.add_argument("--files", type=Path, required=True, help="the Marian model's directory")
@@ -204,11 +235,15 @@ def main() -> None:
     parser.add_argument("--cores", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--texts", action="store_true", help="compare texts with pymarian's, and measure nothing")
     args = parser.parse_args()
     lines = args.sources.read_text(encoding="utf-8").splitlines()
     with tempfile.TemporaryDirectory() as scratch:
         npz = Path(scratch) / "model.npz"
         write_npz(MarianFile(model_file(args.files)), npz)
+        if args.texts:
+            compare_texts(args, npz, lines)
+            return
         results = {f"{rows} rows": compare(args, rows, npz, lines) for rows in ROWS}
     if args.json is not None:
         args.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
