@@ -66,7 +66,8 @@ class Workspace:
             self._set_limit = _function(self._native, "set_limit", _HANDLE, ctypes.c_uint64)
             self._reset_peak = _function(self._native, "reset_peak", _HANDLE)
             self._trim = _function(self._native, "trim", _HANDLE)
-            self._use = _function(self._native, "use", _HANDLE, returns=_HANDLE)
+            # Keeps the interpreter lock: it takes nanoseconds, and another thread would hold the lock for much longer.
+            self._use = _function(ctypes.PyDLL(str(library)), "use", _HANDLE, returns=_HANDLE)
             self._handle = _function(self._native, "create", returns=_HANDLE)() if is_own else None
             if is_own:
                 weakref.finalize(self, _function(self._native, "close", _HANDLE), self._handle)
