@@ -19,7 +19,7 @@ from antiphon.errors import ExportError, VerificationError
 from antiphon.export import export, ports, trace, weights
 from antiphon.export.calibration import find_outliers
 from antiphon.export.export import export_bundle
-from antiphon.export.verify import TOLERANCES, Tolerance, verify
+from antiphon.export.verify import DIVERGENCES, TOLERANCES, Tolerance, divergences, verify
 from antiphon.export.weights import NO_OUTLIERS
 from antiphon.transformer.random_model import random_transformer
 from antiphon.transformer.transformer import Transformer
@@ -171,15 +171,22 @@ def test_export_leaves_out_a_precision_that_disagrees(
 ) -> None:
     impossible = Tolerance(max_error=1e-6, rms_error=1e-6, min_agreement=1.01)
     monkeypatch.setitem(TOLERANCES, "int8", impossible)
+    monkeypatch.setitem(DIVERGENCES, "int8", 0.0)
     written = export_bundle(checkpoint, tmp_path / "bundle", precisions=("int8", "float32"), explain=False)
     assert [graphs.precision for graphs in written.manifest.graphs] == ["float32"]
     assert not [path for path in written.path.iterdir() if path.suffix == ".onnx" and "int8" in path.name]
-    message = (
-        "native int8 is left out: native int8 graphs disagree with the model: over texts, likeliest tokens agree in"
-    )
+    message = "native int8 is left out: native int8 graphs disagree with the model: over texts, tokens diverge by"
     assert message in capsys.readouterr().err
     with pytest.raises(VerificationError, match="native int8 graphs disagree"):
         export_bundle(checkpoint, tmp_path / "alone", precisions=("int8",), explain=False)
+
+
+def test_divergence_is_that_of_kullback_and_leibler() -> None:
+    random = np.random.default_rng(0)
+    found, right = (random.normal(scale=scale, size=(5, 40)).astype(np.float32) for scale in (1, 3))
+    log_found, log_right = (torch.from_numpy(logits).log_softmax(dim=1) for logits in (found, right))
+    expected = torch.nn.functional.kl_div(log_found, log_right, reduction="none", log_target=True).sum(dim=1)
+    np.testing.assert_allclose(divergences(found + 7, right), expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("precision", ["int8", "int4"])

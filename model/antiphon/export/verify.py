@@ -9,7 +9,7 @@ Of an encoder-only model the states are compared, and the outputs of heads for a
 task does not need.
 
 Integers lose more in some trained models than in random ones, and most over random tokens. Where a loss is beyond the
-limit, it must be that of the same rounding in PyTorch, and the likeliest tokens are compared over texts.
+limit, it must be that of the same rounding in PyTorch, and the distributions of tokens are compared over texts.
 """
 
 from __future__ import annotations
@@ -58,7 +58,9 @@ TOLERANCES: dict[Precision, Tolerance] = {
     "float16": Tolerance(max_error=0.05, rms_error=0.02, min_agreement=0.9),
 }
 
-
+# Largest mean divergence over texts of the graphs' distribution of a token from the model's (Kullback-Leibler, in
+# nats). It is the expected rise of the logarithm of perplexity.
+DIVERGENCES: dict[Precision, float] = {"int8": 0.05, "int4": 0.5}
 _ROUNDING = 1.5  # largest allowed error in units of that of the same rounding in PyTorch
 
 
@@ -130,11 +132,11 @@ def verify(
         stepper = opened(directory, graphs, config)
         comparison = _compare_cases(stepper, cases)
         excess = comparison.excess(limit)
-        if excess and calibration is not None and graphs.precision in ("int8", "int4"):
+        if excess and calibration is not None and graphs.precision in DIVERGENCES:
             same = _of_rounding(with_rounding(model, graphs.precision, calibration.outliers), cases)
             excess = comparison.excess(_at_least(limit, same))
             if excess is None:
-                excess = _excess_over_texts(stepper, model, calibration.texts, limit)
+                excess = _excess_over_texts(stepper, model, calibration.texts, DIVERGENCES[graphs.precision])
     except StepError as error:
         raise VerificationError(f"{graphs.lowering} {graphs.precision} graphs: {error}") from None
     if excess:
@@ -168,20 +170,25 @@ def _at_least(limit: Tolerance, same: Comparison) -> Tolerance:
 
 
 def _excess_over_texts(
-    stepper: NativeStepper | CudaStepper, model: Transformer, texts: Sequence[Sequence[int]], limit: Tolerance
+    stepper: NativeStepper | CudaStepper, model: Transformer, texts: Sequence[Sequence[int]], limit: float
 ) -> str | None:
-    """Return a description of too few equal likeliest tokens, each after the same tokens of the model, or None."""
-    equal: list[NDArray[np.bool_]] = []
+    """Return a description of a mean divergence beyond its limit, or None. Each token follows the same tokens."""
     with torch.no_grad():
         pairs = [answered(model, ids) for ids in texts if ids]
-    for source, target in pairs:
-        batch = _Batch(model, np.array([source]), np.array([target]), np.array([len(source)], np.int32))
-        actual, expected = _logits_of(stepper, batch)
-        equal.append(actual.argmax(axis=1) == expected.argmax(axis=1))
-    agreement = float(np.concatenate(equal).mean())
-    if agreement >= limit.min_agreement:
+    batches = [
+        _Batch(model, np.array([source]), np.array([target]), np.array([len(source)], np.int32))
+        for source, target in pairs
+    ]
+    divergence = float(np.concatenate([divergences(*_logits_of(stepper, batch)) for batch in batches]).mean())
+    if divergence <= limit:
         return None
-    return f"over texts, likeliest tokens agree in {agreement:.1%}, at least {limit.min_agreement:.0%} required"
+    return f"over texts, tokens diverge by {divergence:.3f} nats on average, at most {limit} is allowed"
+
+
+def divergences(actual: Floats, expected: Floats) -> NDArray[np.float64]:
+    """Return the Kullback-Leibler divergence [N] of the distributions of logits [N, V] from the expected ones."""
+    found, right = (torch.from_numpy(logits).double().log_softmax(dim=1) for logits in (actual, expected))
+    return (right.exp() * (right - found)).sum(dim=1).numpy()
 
 
 def compare(actual: Floats, expected: Floats) -> Comparison:

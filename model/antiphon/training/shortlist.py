@@ -191,10 +191,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", type=Path, help="folder of the recipe's data files")
     parser.add_argument("--collection", nargs="+", metavar="NAME", help="only these collections of the recipe's data")
     for name, default, what in (
-        ("best", 50, "target tokens of each source token, the likeliest ones"),
-        ("frequent", 50, "target tokens that every source has, the most frequent ones"),
+        ("best", 100, "target tokens of each source token, the likeliest ones"),
+        ("frequent", 200, "target tokens that every source has, the most frequent ones"),
         ("iterations", 5, "iterations of EM"),
-        ("pairs", 100_000, "maximum number of pairs, of which others are left out at random"),
+        ("pairs", 400_000, "maximum number of pairs, of which others are left out at random"),
     ):
         parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"{what} (default: {default})")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,7 +24,8 @@ Vectors = NDArray[np.float32]
 class VectorScore:
     """Cosine between the vectors of one system and those of float32: mean and least of the texts.
 
-    tokens: of all scored texts. skipped: number of texts that are blank or too long for the model.
+    tokens: of all scored texts, which ran at tokens_per_s. skipped: number of texts that are blank or too long for the
+    model.
     """
 
     system: str
@@ -31,6 +33,7 @@ class VectorScore:
     least_cosine: float
     texts: int
     tokens: int
+    tokens_per_s: float
     skipped: int
 
     @property
@@ -39,7 +42,7 @@ class VectorScore:
         skipped = f", {self.skipped} skipped" if self.skipped else ""
         return (
             f"{self.system:<24} cosine to float32 {self.mean_cosine:.5f} on average, {self.least_cosine:.5f} at least  "
-            f"{self.tokens} tokens of {self.texts} texts{skipped}"
+            f"{self.tokens} tokens of {self.texts} texts{skipped}  {self.tokens_per_s:,.0f} tokens/s"
         )
 
 
@@ -48,16 +51,22 @@ def evaluate_vectors(
 ) -> list[VectorScore]:
     """Compare the vectors that Embed returns by default with those of `exact`, for each runner."""
     requests = _embed_requests(bundle, texts)
+    tokens = sum(len(request.source_ids) for request in requests)
     expected = _vectors(exact, requests)
     scores = []
     for runner in runners:
-        cosines = _cosines(_vectors(runner, requests), expected)
+        _vectors(runner, requests[:1])  # not timed: the first run allocates
+        started = time.perf_counter()
+        vectors = _vectors(runner, requests)
+        seconds = time.perf_counter() - started
+        cosines = _cosines(vectors, expected)
         score = VectorScore(
             system=f"antiphon {runner.facts.precision}",
             mean_cosine=float(cosines.mean()),
             least_cosine=float(cosines.min()),
             texts=len(requests),
-            tokens=sum(len(request.source_ids) for request in requests),
+            tokens=tokens,
+            tokens_per_s=tokens / seconds,
             skipped=len(texts) - len(requests),
         )
         scores.append(score)
