@@ -4,14 +4,21 @@ import dataclasses
 from pathlib import Path
 
 import ctranslate2
+import numpy as np
 import pytest
 import torch
 
 from antiphon.architecture.config import ModelConfig, preset
-from antiphon.checkpoints.checkpoint import Checkpoint
+from antiphon.checkpoints.checkpoint import Checkpoint, load_checkpoint, save_checkpoint, weights_of
 from antiphon.errors import CheckpointError
+from antiphon.export.export import export_bundle
+from antiphon.runtime.lanes import open_runner
+from antiphon.text.shortlist import Shortlist
 from antiphon.text.tokenizer import Tokenizer, byte_bpe_format
+from antiphon.tools.bench.ctranslate2 import prompts_of, write_vmap
 from antiphon.tools.bench.ctranslate2_conversion import save_ctranslate2_model, translate
+from antiphon.tools.bench.make_models import pair_tokenizer
+from antiphon.tools.offline import Offline
 from antiphon.transformer.greedy import greedy
 from antiphon.transformer.transformer import Transformer
 
@@ -63,6 +70,39 @@ def check_greedy(tmp_path: Path, config: ModelConfig, seed: int = 3) -> None:
     theirs = translate(translator, sources, max_decoding_length=24)
     assert greedy(checkpoint.model, sources, 24) == theirs
     assert len({tuple(row) for row in theirs}) > 1, "the outputs must differ, or the comparison is empty"
+
+
+@pytest.mark.parametrize("has_source_ids", [True, False])
+def test_shortlist_equals_a_vocabulary_map(tmp_path: Path, has_source_ids: bool) -> None:
+    """CTranslate2 runs source by source, because its candidates are those of the whole batch."""
+    config, random = preset("tiny", vocab_size=300), np.random.default_rng(1)
+    model = random_checkpoint(config, seed=3).model
+    save_checkpoint(tmp_path / "saved", config=config, weights=weights_of(model), tokenizer=pair_tokenizer(300))
+    checkpoint = load_checkpoint(tmp_path / "saved")
+    bundle = export_bundle(checkpoint, tmp_path / "bundle", precisions=("float32",), explain=False)
+    save_ctranslate2_model(checkpoint, tmp_path / "ctranslate2")
+    shortlist = Shortlist.of_pairs(
+        random.integers(0, 300, 3000),
+        random.integers(4, 300, 3000),
+        num_sources=300,
+        always=[config.bos_id, config.eos_id, 3, 7, 8],  # CTranslate2 always adds begin, end and unknown token
+        has_source_ids=has_source_ids,
+    )
+    write_vmap(shortlist, tmp_path / "ctranslate2")
+    sources = [[*random.integers(4, 300, length).tolist(), config.eos_id] for length in range(1, 13)]
+    translator = ctranslate2.Translator(str(tmp_path / "ctranslate2"), compute_type="float32", intra_threads=1)
+    results = [
+        translator.translate_batch([prompt], beam_size=1, max_decoding_length=24, use_vmap=True)[0]
+        for prompt in prompts_of(sources)
+    ]
+    with Offline(open_runner(bundle, max_rows=12, threads=1, precision="float32"), rows=12) as offline:
+        whole, chosen = (
+            offline.translate(sources, concurrency=12, max_new_tokens=24, shortlist=candidates)
+            for candidates in (None, shortlist)
+        )
+    assert chosen != whole
+    theirs = [[int(token) for token in result.hypotheses[0]] for result in results]
+    assert [[token for token in target if token != config.eos_id] for target in chosen] == theirs
 
 
 @pytest.mark.combinations

@@ -9,7 +9,9 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+import numpy as np
 import uvloop
+from numpy.typing import NDArray
 from prometheus_client import CollectorRegistry
 
 from antiphon.domain.limits import EngineLimits
@@ -21,6 +23,7 @@ from antiphon.observability.engine_metrics import Metrics
 from antiphon.observability.metrics import MetricFamilies
 from antiphon.runtime.lanes import AnyRunner
 from antiphon.runtime.runner import Runner
+from antiphon.text.shortlist import Shortlist
 
 A = TypeVar("A")
 
@@ -37,14 +40,23 @@ class Offline:
         self._loop = asyncio.Runner(loop_factory=uvloop.new_event_loop)
 
     def translate(
-        self, sources: Sequence[Sequence[int]], *, concurrency: int, max_new_tokens: int, beam_width: int = 1
+        self,
+        sources: Sequence[Sequence[int]],
+        *,
+        concurrency: int,
+        max_new_tokens: int,
+        beam_width: int = 1,
+        shortlist: Shortlist | None = None,
     ) -> list[list[int]]:
         """Return the target ids of each source, in order, with the end token if the target has one.
 
         Greedy if beam_width is 1, else the best beam. concurrency: number of requests that wait or run at any time.
+        shortlist: of the model, to choose among the candidates of each source.
         """
-        params = SamplingParams(max_new_tokens=max_new_tokens, beam_width=beam_width)
-        return self._loop.run(self._translate(sources, concurrency, params))
+        params = SamplingParams(
+            max_new_tokens=max_new_tokens, beam_width=beam_width, use_shortlist=shortlist is not None
+        )
+        return self._loop.run(self._translate(sources, concurrency, params, shortlist))
 
     def run(self, work: Coroutine[Any, Any, A]) -> A:
         """Run a coroutine in the event loop of the streams."""
@@ -93,34 +105,47 @@ class Offline:
         return first_s
 
     async def _translate(
-        self, sources: Sequence[Sequence[int]], concurrency: int, params: SamplingParams
+        self, sources: Sequence[Sequence[int]], concurrency: int, params: SamplingParams, shortlist: Shortlist | None
     ) -> list[list[int]]:
         targets: dict[int, list[int]] = {}
 
         async def work(waiting: Iterator[tuple[int, Sequence[int]]]) -> None:
             for index, source in waiting:
-                targets[index] = self._ids(await self._translate_one(str(index), source, params))
+                candidate_ids = None if shortlist is None else shortlist.candidates(source)
+                stream = self._submit(str(index), source, params, candidate_ids=candidate_ids)
+                event, *_ = await stream.collect()  # the best output comes first
+                _raise_error(event)
+                targets[index] = self._ids(event)
 
         shared = iter(enumerate(sources))
         await asyncio.gather(*(work(shared) for _ in range(concurrency)))
         return [targets[index] for index in range(len(sources))]
-
-    async def _translate_one(self, name: str, source: Sequence[int], params: SamplingParams) -> TokenEvent:
-        stream = self._submit(name, source, params)
-        event, *_ = await stream.collect()  # the best output comes first
-        _raise_error(event)
-        return event
 
     async def _sample(self, source: Sequence[int], params: SamplingParams) -> list[list[int]]:
         events = await self._submit("samples", source, params).collect()
         _raise_error(events[0])
         return [self._ids(event) for event in events]
 
-    def _submit(self, name: str, source: Sequence[int], params: SamplingParams, *, client: str = "") -> OutputStream:
+    def _submit(
+        self,
+        name: str,
+        source: Sequence[int],
+        params: SamplingParams,
+        *,
+        client: str = "",
+        candidate_ids: NDArray[np.int32] | None = None,
+    ) -> OutputStream:
         stream, arrival_s = OutputStream(name), self._engine.clock()
         arrival = Arrival(request_id=name, arrival_s=arrival_s, client=client)
         self._engine.submit(
-            Request(task=Task.GENERATE, is_streamed=True, arrival=arrival, source_ids=tuple(source), params=params),
+            Request(
+                task=Task.GENERATE,
+                is_streamed=True,
+                arrival=arrival,
+                source_ids=tuple(source),
+                params=params,
+                candidate_ids=candidate_ids,
+            ),
             stream,
         )
         return stream

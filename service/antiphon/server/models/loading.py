@@ -204,7 +204,7 @@ def load(plan: ModelPlan, resources: SharedResources) -> LoadedModel:
         raise StartupError(str(error)) from error
 
 
-def _shortlist(bundle: Bundle) -> Shortlist | None:
+def open_shortlist(bundle: Bundle) -> Shortlist | None:
     """Map the bundle's shortlist. Raises BundleError if it does not fit the model."""
     config, name = bundle.manifest.model, bundle.manifest.text.shortlist
     if name is None:
@@ -235,7 +235,7 @@ def _open(
         scorer=opened.scorer,
         read_position_tables=None if positions is None else partial(read_position_tables, bundle.file(positions)),
         generation=bundle.manifest.generation,
-        shortlist=_shortlist(bundle) if runner.facts.lowering == "native" else None,  # GPUs have no kernel for it
+        shortlist=open_shortlist(bundle) if runner.facts.lowering == "native" else None,  # GPUs have no kernel for it
     )
     metrics = _metrics(Metrics(resources.families, name), bundle, graphs, opened.memory)
     metrics.watch_arena(*(lane_runner.workspace for lane_runner in opened.runners))

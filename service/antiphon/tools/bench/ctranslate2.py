@@ -2,7 +2,8 @@
 
 In cases of doubt the comparison favours CTranslate2: it receives all sources at once and may sort them by length,
 prompts are converted before the clock starts, and its settings are chosen for each section and number of rows by a run
-of the same work. It also runs with the vector instructions that are fastest on this machine:
+of the same work. A model with a shortlist is tried with CTranslate2's vocabulary map too, which has the same target
+tokens for each source token. CTranslate2 also runs with the vector instructions that are fastest on this machine:
 
     python -m antiphon.tools.bench.ctranslate2 FOLDER THREADS
 
@@ -26,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from antiphon.architecture.config import ModelConfig
+from antiphon.text.shortlist import Shortlist
 from antiphon.tools.bench.report import Speed
 
 ACTIVATIONS = {"relu": "RELU", "gelu": "GELU", "gelu_tanh": "GELUTanh", "gelu_sigmoid": "GELUSigmoid", "silu": "SWISH"}
@@ -39,6 +41,7 @@ _CONVERTIBLE: dict[str, tuple[str, ...]] = {
 }
 
 VARIABLE = "CT2_FORCE_CPU_ISA"
+VMAP_NAME = "vmap.txt"
 _CHOICES = ("AVX2", "AVX512")
 _ROUNDS = 2
 _PATIENCE_S = 120
@@ -46,6 +49,7 @@ _PATIENCE_S = 120
 _ROWS, _SOURCE_LEN, _TARGET_LEN = 16, 30, 16
 _IDS = range(4, 90)
 
+Ids = list[int]
 Prompt = list[str]
 
 
@@ -54,6 +58,7 @@ class CTranslate2Settings:
     """Settings of CTranslate2: its workers, the threads of each worker, and the size of its batches.
 
     batch_type: unit of max_batch_size: "examples", or "tokens" with padding included.
+    use_vmap: choose only among the tokens that the vocabulary map has for the sources of a batch.
     is_lone: sources are sent one by one, each after the answer to the previous one. One row runs at a time, for any
         number of workers.
     """
@@ -64,12 +69,14 @@ class CTranslate2Settings:
     batch_type: str = "examples"
     is_lone: bool = False
     beam_size: int = 1
+    use_vmap: bool = False
 
     def __str__(self) -> str:
         batches = "one at a time" if self.is_lone else f"batches of {self.max_batch_size} {self.batch_type}"
         words = ["CTranslate2 int8", *([os.environ[VARIABLE]] if VARIABLE in os.environ else [])]
         beams = f", {self.beam_size} beams" if self.beam_size > 1 else ""
-        return f"{' '.join(words)}, {self.workers}x{self.threads} threads, {batches}{beams}"
+        vmap = ", vocabulary map" if self.use_vmap else ""
+        return f"{' '.join(words)}, {self.workers}x{self.threads} threads, {batches}{beams}{vmap}"
 
 
 def layouts(threads: int) -> list[tuple[int, int]]:
@@ -110,6 +117,17 @@ def encode_candidates(rows: int, threads: int, lengths: Sequence[int]) -> list[C
     ]
 
 
+def write_vmap(shortlist: Shortlist, folder: Path) -> None:
+    """Write the vocabulary map of a model with the candidates of a shortlist, before the model is loaded."""
+    rules: list[tuple[str, Ids]] = [("", shortlist.always.tolist())]
+    for source in range(len(shortlist.offsets) - 1):
+        own = [source] if shortlist.has_source_ids else []
+        likely = shortlist.target_ids[slice(*shortlist.offsets[source : source + 2])]
+        rules.append((str(source), [*own, *likely.tolist()]))
+    lines = (f"{source}\t{' '.join(map(str, targets))}\n" for source, targets in rules)
+    (folder / VMAP_NAME).write_text("".join(lines), encoding="utf-8")
+
+
 def prompts_of(sources: Iterable[Sequence[int]]) -> list[Prompt]:
     """Convert source ids to tokens of the CTranslate2 model, whose vocabulary is ids in decimal."""
     return [[str(index) for index in source] for source in sources]
@@ -136,7 +154,7 @@ class CTranslate2Reference:
         for part in parts:
             results += translator.translate_batch(
                 part, beam_size=settings.beam_size, max_decoding_length=max_new_tokens, max_input_length=0,
-                max_batch_size=settings.max_batch_size, batch_type=settings.batch_type,
+                max_batch_size=settings.max_batch_size, batch_type=settings.batch_type, use_vmap=settings.use_vmap,
             )  # fmt: skip
         seconds = time.perf_counter() - started_s
         targets = [[int(token) for token in result.hypotheses[0]] for result in results]

@@ -22,9 +22,11 @@ from antiphon.bundle.manifest import MANIFEST_NAME, Bundle, load_bundle
 from antiphon.errors import BundleError
 from antiphon.runtime.lanes import AnyRunner, fastest_num_lanes, open_lanes, open_runner, possible_lanes
 from antiphon.runtime.warm_up import warm_up
+from antiphon.server.models.loading import open_shortlist
+from antiphon.text.shortlist import Shortlist
 from antiphon.text.tokenizer import Tokenizer, open_tokenizer
 from antiphon.tools.bench.corpus import Corpus, Ids, repeat, tokenize
-from antiphon.tools.bench.ctranslate2 import choose_isa, obstacle
+from antiphon.tools.bench.ctranslate2 import VMAP_NAME, choose_isa, obstacle, write_vmap
 from antiphon.tools.bench.report import BenchError
 
 MODELS = ("random", "bundle")
@@ -54,6 +56,8 @@ class Subject:
     """Real sentences; None if sources are random ids and targets never end."""
     max_new_tokens: int
     """Maximum length of every target, and the exact length of targets that never end."""
+    shortlist: Shortlist | None = None
+    """Of the bundle; CTranslate2's model has a vocabulary map with the same candidates."""
 
     @property
     def is_endless(self) -> bool:
@@ -164,6 +168,7 @@ class Setup:
             ctranslate2=None,
             corpus=self.corpus,
             max_new_tokens=min(MAX_NEW_TOKENS, manifest.model.max_target_len),
+            shortlist=open_shortlist(self.bundle),
         )
 
     @cached_property
@@ -174,8 +179,9 @@ class Setup:
             return None
         origin = self.checkpoint or self.bundle.path
         weights = origin / (MANIFEST_NAME if self.checkpoint is None else "model.safetensors")
-        folder = self.work / f"ctranslate2-{_digest([*_code_of_models(), weights])}"
-        return self._add_ctranslate2(self.bundle_subject, origin, folder)
+        # The manifest has the digest of the shortlist.
+        files = [*_code_of_models(), weights, self.bundle.path / MANIFEST_NAME]
+        return self._add_ctranslate2(self.bundle_subject, origin, self.work / f"ctranslate2-{_digest(files)}")
 
     @cached_property
     def _random(self) -> Subject:
@@ -209,6 +215,8 @@ class Setup:
     def _add_ctranslate2(subject: Subject, origin: Path, folder: Path) -> Subject:
         if not folder.is_dir():
             _make("ctranslate2", str(origin), folder)
+        if subject.shortlist is not None and not (folder / VMAP_NAME).exists():
+            write_vmap(subject.shortlist, folder)
         return replace(subject, ctranslate2=folder)
 
 

@@ -20,6 +20,7 @@ import numpy as np
 
 from antiphon.domain.sampling_params import SamplingParams
 from antiphon.runtime.runner import Runner
+from antiphon.text.shortlist import Shortlist
 from antiphon.tools.bench.corpus import Ids, bleu
 from antiphon.tools.bench.ctranslate2 import (
     CTranslate2Reference,
@@ -63,7 +64,7 @@ def decode(setup: Setup) -> list[Finding]:
             runners = setup.runners(subject, count)
             findings += _decode_rows(subject, runners, reference, count, setup)
         if subject.corpus is not None and subject.corpus.references is not None:
-            findings.append(_quality(subject, runners, reference, rows[-1], setup.threads))
+            findings += _quality(subject, runners, reference, rows[-1], setup.threads)
     return findings
 
 
@@ -77,7 +78,20 @@ def settings_for(subject: Subject, reference: CTranslate2Reference, rows: int, t
     else:
         sources = subject.sources(num_requests(subject, rows))
         mean_len = sum(map(len, sources)) / len(sources)
-    return reference.best(decode_candidates(rows, threads, mean_len), prompts_of(sources), subject.max_new_tokens)
+    candidates = _with_vmap(subject, decode_candidates(rows, threads, mean_len))
+    return reference.best(candidates, prompts_of(sources), subject.max_new_tokens)
+
+
+def _with_vmap(subject: Subject, candidates: Sequence[CTranslate2Settings]) -> list[CTranslate2Settings]:
+    """Return settings without and, if the model has a shortlist, with CTranslate2's vocabulary map."""
+    mapped = [] if subject.shortlist is None else [replace(settings, use_vmap=True) for settings in candidates]
+    return [*candidates, *mapped]
+
+
+def _vocabularies(subject: Subject) -> list[tuple[str, Shortlist | None]]:
+    """Return the vocabularies of requests to measure, each with an addition to the name of its case."""
+    whole: list[tuple[str, Shortlist | None]] = [("", None)]
+    return whole if subject.shortlist is None else [*whole, (", shortlist", subject.shortlist)]
 
 
 def num_requests(subject: Subject, rows: int) -> int:
@@ -92,20 +106,25 @@ def _decode_rows(
 ) -> list[Finding]:
     sources, limit = subject.sources(num_requests(subject, rows)), subject.max_new_tokens
     settings = settings_for(subject, reference, rows, setup.threads)
+    findings = []
     with Offline(*runners, rows=rows) as offline:
-        ours = partial(offline.translate, sources, concurrency=len(sources), max_new_tokens=limit)
         theirs = partial(reference.translate, prompts_of(sources), settings, limit)
-        equal = _checked_share_equal(subject, ours(), theirs()[1], runners[0].facts.eos_id)
-        pairs = alternate(lambda: timed(ours), lambda: theirs()[0], setup.repeat)
-    case = Case(
-        name="decode",
-        case=_decode_case(subject),
-        rows=rows,
-        against=str(settings),
-        is_ctranslate2=True,
-        equal_outputs=equal,
-    )
-    return compare(case, pairs)
+        for words, shortlist in _vocabularies(subject):
+            ours = partial(
+                offline.translate, sources, concurrency=len(sources), max_new_tokens=limit, shortlist=shortlist
+            )
+            equal = _checked_share_equal(subject, ours(), theirs()[1], runners[0].facts.eos_id)
+            pairs = alternate(partial(timed, ours), lambda: theirs()[0], setup.repeat)
+            case = Case(
+                name="decode",
+                case=f"{_decode_case(subject)}{words}",
+                rows=rows,
+                against=str(settings),
+                is_ctranslate2=True,
+                equal_outputs=equal,
+            )
+            findings += compare(case, pairs)
+    return findings
 
 
 def _checked_share_equal(subject: Subject, ours: Sequence[Ids], theirs: Sequence[Ids], eos_id: int) -> float:
@@ -125,25 +144,28 @@ def _decode_case(subject: Subject) -> str:
 
 def _quality(
     subject: Subject, runners: Sequence[Runner], reference: CTranslate2Reference, rows: int, threads: int
-) -> Finding:
-    """Measure BLEU of both sides; each source is translated once."""
+) -> list[Finding]:
+    """Measure BLEU of both sides; each source is translated once. A shortlist here is a vocabulary map there."""
     corpus = subject.corpus
     assert corpus is not None
     sources, limit = subject.sources(len(corpus.texts)), subject.bundle.manifest.model.max_target_len
-    settings = settings_for(subject, reference, rows, threads)
+    best, findings = settings_for(subject, reference, rows, threads), []
     with Offline(*runners, rows=rows) as offline:
-        ours = offline.translate(sources, concurrency=len(sources), max_new_tokens=limit)
-    _, theirs = reference.translate(prompts_of(sources), settings, limit)
-    scores = [bleu([subject.tokenizer.decode(target) for target in targets], corpus) for targets in (ours, theirs)]
-    case = Case(
-        name="decode",
-        case=f"{subject.name}, quality of {len(sources)} sentences",
-        rows=rows,
-        against=str(settings),
-        is_ctranslate2=True,
-        equal_outputs=_checked_share_equal(subject, ours, theirs, runners[0].facts.eos_id),
-    )
-    return case.finding([(scores[0], scores[1])], "BLEU", digits=2)
+        for words, shortlist in _vocabularies(subject):
+            settings = replace(best, use_vmap=shortlist is not None)
+            ours = offline.translate(sources, concurrency=len(sources), max_new_tokens=limit, shortlist=shortlist)
+            _, theirs = reference.translate(prompts_of(sources), settings, limit)
+            texts = [[subject.tokenizer.decode(target) for target in targets] for targets in (ours, theirs)]
+            case = Case(
+                name="decode",
+                case=f"{subject.name}, quality of {len(sources)} sentences{words}",
+                rows=rows,
+                against=str(settings),
+                is_ctranslate2=True,
+                equal_outputs=_checked_share_equal(subject, ours, theirs, runners[0].facts.eos_id),
+            )
+            findings.append(case.finding([(bleu(texts[0], corpus), bleu(texts[1], corpus))], "BLEU", digits=2))
+    return findings
 
 
 def beams(setup: Setup) -> list[Finding]:
@@ -159,7 +181,7 @@ def _beams_of(subject: Subject, setup: Setup) -> list[Finding]:
     runners = setup.runners(subject, BEAM_WIDTH * BEAM_REQUESTS)
     sources, limit = subject.sources(num_requests(subject, BEAM_REQUESTS)), subject.max_new_tokens
     reference = CTranslate2Reference(subject.ctranslate2_folder)
-    settings = reference.best(_beam_candidates(setup.threads), prompts_of(sources), limit)
+    settings = reference.best(_with_vmap(subject, _beam_candidates(setup.threads)), prompts_of(sources), limit)
     with Offline(*runners, rows=BEAM_WIDTH * BEAM_REQUESTS) as offline:
         greedy = partial(offline.translate, sources, concurrency=BEAM_REQUESTS, max_new_tokens=limit)
         paced = partial(greedy, beam_width=BEAM_WIDTH)
