@@ -103,7 +103,8 @@ class Request:
     stop_matcher: Callable[[], StopMatcher] | None = None
     """Makes the stop string matcher of one output; None if there are no stop strings."""
     is_streamed: bool = False
-    """The client reads tokens while they are generated. Otherwise a beam search reports only its end."""
+    """The client reads tokens while they are generated. Otherwise the end of an output reports its tokens, unless they
+    have log-probabilities."""
     reports_beam_steps: bool = False
     """The answer contains every step of the beam search; only with a beam_width above 1."""
 

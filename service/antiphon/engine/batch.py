@@ -219,6 +219,15 @@ class BatchBuilder:
         return with_scored(sampling, rows, picks, token_ids)
 
 
+@dataclass(frozen=True, slots=True)
+class StreamedRows:
+    """Rows whose tokens are streamed: a mask [num_rows], their numbers, and the sink of each."""
+
+    mask: NDArray[np.bool_]
+    rows: NDArray[np.intp]
+    sinks: tuple[TokenSink, ...]
+
+
 class RunningRows:
     """The sequences of max_rows rows, and arrays with one entry for each row.
 
@@ -231,6 +240,7 @@ class RunningRows:
     is_beam: rows whose next token a beam search chooses; num_beams: number of these rows.
     checked: sequences that are not beams and whose every token needs a check.
     num_changes: how often rows were added or removed.
+    is_whole: rows whose tokens are sent when they end.
     """
 
     def __init__(self, max_rows: int, *, self_width: int, cross_width: int, history_width: int = 0) -> None:
@@ -239,6 +249,7 @@ class RunningRows:
         self.positions: NDArray[np.int32] = np.zeros(max_rows, np.int32)
         self.end_positions: NDArray[np.int32] = np.zeros(max_rows, np.int32)
         self.is_beam: NDArray[np.bool_] = np.zeros(max_rows, np.bool_)
+        self.is_whole: NDArray[np.bool_] = np.zeros(max_rows, np.bool_)
         self.num_beams = 0
         self.checked: list[Sequence] = []
         self.num_changes = 0
@@ -253,8 +264,10 @@ class RunningRows:
             sampling=RowSampling(max_rows),
         )
         self._builder = BatchBuilder(self._inputs)
-        self._sinks: tuple[TokenSink, ...] | None = ()
-        own = (self.token_ids, self.positions, self.end_positions, self._inputs.source_lens, self.is_beam)
+        self._streamed: StreamedRows | None = None
+        own = (
+            self.token_ids, self.positions, self.end_positions, self._inputs.source_lens, self.is_beam, self.is_whole
+        )  # fmt: skip
         parts = (*self.tables.arrays, *self._inputs.sampling.arrays, self.expiries.times_s, self._history.token_ids)
         self._arrays: tuple[NDArray[Any], ...] = (*own, *parts)  # each with one entry for each row
 
@@ -273,11 +286,13 @@ class RunningRows:
         return len(self.sequences)
 
     @property
-    def sinks(self) -> tuple[TokenSink, ...]:
-        """The sink of each row's tokens; the same object until a row is added or removed."""
-        if self._sinks is None:
-            self._sinks = tuple(sequence.sink for sequence in self.sequences)
-        return self._sinks
+    def streamed(self) -> StreamedRows:
+        """The rows whose tokens are streamed; the same object until a row is added or removed."""
+        if self._streamed is None:
+            is_streamed = ~self.is_whole[: len(self.sequences)]
+            rows = np.flatnonzero(is_streamed)
+            self._streamed = StreamedRows(is_streamed, rows, tuple(self.sequences[row].sink for row in rows.tolist()))
+        return self._streamed
 
     @property
     def scored(self) -> list[tuple[Sequence, int]]:
@@ -292,7 +307,10 @@ class RunningRows:
         return int(self.positions[row]) - len(request.prefix_ids)
 
     def produced(self, row: int) -> tuple[int, ...]:
-        """Return the tokens that a row has produced, oldest first, if they are kept. The last one is not fed yet."""
+        """Return the tokens that a row has produced, oldest first, if they are kept. The last one is not fed yet.
+
+        Among them is an end token, and no value below 0.
+        """
         num_given = 1 + len(self.sequences[row].group.request.prefix_ids)
         return self._history.of(row, num_given, int(self.positions[row]) + 1)
 
@@ -306,7 +324,7 @@ class RunningRows:
             sequence.row = len(self.sequences)
             self._fill(sequence.row, sequence, bos_id)
             self.sequences.append(sequence)
-        self._sinks = None
+        self._streamed = None
         self.num_changes += 1
         self._builder.rows_changed()
 
@@ -333,15 +351,12 @@ class RunningRows:
         token_ids: [num_rows]; a value below 0 belongs to a row that is about to end, and does not advance it.
         """
         num_rows = len(self.sequences)
-        if self.num_beams == num_rows:
-            pass  # all of them have advanced
-        elif self.num_beams:
-            is_own = ~self.is_beam[:num_rows]
-            np.copyto(self.token_ids[:num_rows], token_ids, where=is_own)
-            self.positions[:num_rows] += is_own & (token_ids >= 0)
-        else:
-            self.token_ids[:num_rows] = token_ids
-            self.positions[:num_rows] += token_ids >= 0
+        if self.num_beams < num_rows:  # else all of them have advanced
+            advances = token_ids >= 0
+            if self.num_beams:
+                advances &= ~self.is_beam[:num_rows]
+            np.copyto(self.token_ids[:num_rows], token_ids, where=advances)
+            self.positions[:num_rows] += advances
         self._history.push(self.positions[:num_rows], self.token_ids[:num_rows])
         self._builder.end_first_step(num_rows)
 
@@ -353,7 +368,7 @@ class RunningRows:
         self._inputs.sampling.remove(removed)
         if removed in self.checked:
             self.checked.remove(removed)
-        self._sinks = None
+        self._streamed = None
         self.num_changes += 1
         source = len(self.sequences)
         self._builder.move_row(source, row)
@@ -384,6 +399,7 @@ class RunningRows:
         self._inputs.source_lens[row] = group.source_len
         self.expiries.fill(row, group.expires_s)
         self.is_beam[row] = group.is_beam_search
+        self.is_whole[row] = sequence.is_whole
         self.num_beams += group.is_beam_search
         self.tables.fill(row, sequence)
         self._history.fill(row, first.fed)

@@ -22,11 +22,16 @@ from antiphon.runtime.runner import NONE_ALLOWED, NOT_FINITE, Samples
 
 @dataclass(frozen=True, slots=True)
 class EndedOutput:
-    """An output that ends. logprobs: those of the token that ended it, or of the complete scored target."""
+    """An output that ends.
+
+    logprobs: those of the token that ended it, or of the complete scored target. token_ids: of an output that is sent
+    as a whole, all tokens of its text.
+    """
 
     sequence: Sequence
     reason: FinishReason
     logprobs: tuple[TokenLogprob, ...] = ()
+    token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +45,7 @@ class Committed:
 
 def commit(rows: RunningRows, samples: Samples, eos_id: int) -> Committed:
     """Separate the samples of a step, by which the rows have advanced already."""
-    num_rows, sinks = len(rows), rows.sinks
+    num_rows, streamed = len(rows), rows.streamed
     token_ids = samples.token_ids[:num_rows]
     items: list[Item] = token_ids.tolist()
     is_silent = (token_ids == eos_id) | (token_ids < 0)
@@ -53,12 +58,21 @@ def commit(rows: RunningRows, samples: Samples, eos_id: int) -> Committed:
     if stopped or is_done.any():
         is_done[list(stopped)] = True
         for row in reversed(np.flatnonzero(is_done).tolist()):
-            reason = stopped.get(row) or _reason(int(token_ids[row]), eos_id)
-            ended.append(EndedOutput(rows.sequences[row], reason, last.get(row, ())))
-    if is_silent.any():
-        streamed = np.flatnonzero(~is_silent).tolist()
-        return Committed(tuple(sinks[row] for row in streamed), [items[row] for row in streamed], ended)
-    return Committed(sinks, items, ended)
+            token_id = int(token_ids[row])
+            reason = stopped.get(row) or _reason(token_id, eos_id)
+            whole: tuple[int, ...] = ()
+            if rows.is_whole[row]:
+                whole = rows.produced(row)
+                whole = whole[:-1] if is_silent[row] and token_id >= 0 else whole
+            ended.append(EndedOutput(rows.sequences[row], reason, last.get(row, ()), whole))
+    if not streamed.sinks:
+        return Committed((), [], ended)
+    if (is_silent & streamed.mask).any():
+        sent = np.flatnonzero(streamed.mask & ~is_silent).tolist()
+        return Committed(tuple(rows.sequences[row].sink for row in sent), [items[row] for row in sent], ended)
+    if len(streamed.sinks) < num_rows:
+        items = [items[row] for row in streamed.rows.tolist()]
+    return Committed(streamed.sinks, items, ended)
 
 
 def _reason(token_id: int, eos_id: int) -> FinishReason:
@@ -140,30 +154,47 @@ def token_logprob(samples: Samples, sample: int, token_id: int, num_alternatives
     return TokenLogprob(token_id, float(samples.logprobs[sample]), alternatives)
 
 
-def output_event(sequence: Sequence, reason: FinishReason, logprobs: tuple[TokenLogprob, ...] = ()) -> TokenEvent:
-    """Return the terminal event of a sequence; its tokens have been streamed already."""
+def output_event(
+    sequence: Sequence,
+    reason: FinishReason,
+    *,
+    logprobs: tuple[TokenLogprob, ...] = (),
+    token_ids: tuple[int, ...] = (),
+) -> TokenEvent:
+    """Return the terminal event of a sequence. token_ids: those that have not been streamed."""
     request = sequence.group.request
     return TokenEvent(
         request_id=request.request_id,
         output_index=sequence.index,
+        token_ids=token_ids,
         logprobs=logprobs,
         finish_reason=reason,
         score=None if request.num_logprobs is None else sequence.logprob_sum,
     )
 
 
-def time_limit_events(group: SequenceGroup) -> list[TokenEvent]:
-    """Return the terminal event of each unfinished output of a group that is not a running beam search."""
+def time_limit_events(group: SequenceGroup, rows: RunningRows) -> list[TokenEvent]:
+    """Return the terminal event of each unfinished output of a group that is not a running beam search.
+
+    rows: of its lane.
+    """
     reason = FinishReason.TIME_LIMIT
     begun = {output.index: output for output in group.sequences if output.row is not None or output.produced}
     finished = {output.index for output in group.sequences if output.is_finished}
     return [
-        output_event(begun[index], reason)
+        output_event(begun[index], reason, token_ids=_unsent(begun[index], rows))
         if index in begun
         else TokenEvent(request_id=group.request_id, output_index=index, finish_reason=reason)
         for index in range(group.request.params.num_return_sequences)
         if index not in finished
     ]
+
+
+def _unsent(sequence: Sequence, rows: RunningRows) -> tuple[int, ...]:
+    """Return the tokens of an output that has not ended, if it is sent as a whole."""
+    if not sequence.is_whole:
+        return ()
+    return sequence.produced if sequence.row is None else rows.produced(sequence.row)
 
 
 def beam_events(

@@ -36,7 +36,7 @@ class Sequence:
     index: int
     """Index of the output, or of the beam."""
     sink: TokenSink
-    """Receives its tokens. For a beam search the search itself streams tokens."""
+    """Receives its tokens, if they are streamed. For a beam search the search itself streams tokens."""
     row: int | None = None
     """Index in the runner's batch while running."""
     self_block_table: tuple[int, ...] = ()
@@ -53,6 +53,12 @@ class Sequence:
     """Tokens that it had produced when it was preempted, which it feeds again; empty before."""
     is_finished: bool = False
     """Its terminal event exists."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether its tokens are sent with its terminal event, not one by one: fewer wake-ups of the reader."""
+        request = self.group.request
+        return request.task is Task.GENERATE and not request.is_streamed and request.num_logprobs is None
 
     @property
     def needs_token_checks(self) -> bool:

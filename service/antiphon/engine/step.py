@@ -224,7 +224,7 @@ class Stepper:
             elif group.is_beam_search and group.num_running_rows:
                 self._finish_search(group, FinishReason.TIME_LIMIT)
             else:
-                self._finish(group, FinishReason.TIME_LIMIT, time_limit_events(group))
+                self._finish(group, FinishReason.TIME_LIMIT, time_limit_events(group, self._rows))
 
     def _cancel(self, group: SequenceGroup, cause: CancelCause) -> None:
         if cause is CancelCause.DEADLINE:
@@ -468,7 +468,7 @@ class Stepper:
         self._vacate(sequence)
         sequence.is_finished = True
         group.num_finished += 1
-        event = output_event(sequence, ended.reason, ended.logprobs)
+        event = output_event(sequence, ended.reason, logprobs=ended.logprobs, token_ids=ended.token_ids)
         if group.num_finished == group.num_rows:
             self._finish(group, ended.reason, [event])
         else:

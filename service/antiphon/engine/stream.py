@@ -1,7 +1,8 @@
 """Streams of tokens from the engine's threads to their readers in event loops.
 
 The engine publishes a whole step with one call into each event loop. A stream gives its reader the first token at once
-and merges later ones, because each message costs CPU time that the model needs. Unread tokens are packed: a client that
+and merges later ones, because each message costs CPU time that the model needs. Tokens that nobody reads before the
+end of their output come with its terminal event, without a call in each step. Unread tokens are packed: a client that
 reads nothing would otherwise keep Python objects for every number of its answer, 3 KB for a token with 20 alternatives,
 where the packed numbers take 170 bytes.
 """
@@ -312,7 +313,8 @@ def _bytes_of(event: TokenEvent) -> int:
     """Return the memory of what a terminal event reports, as objects; its other parts are small."""
     num_beams = sum(len(step.live) + len(step.finished) for step in event.beam_steps)
     encoder_bytes = 0 if event.encoder_outputs is None else event.encoder_outputs.values.nbytes
-    return bytes_of_logprobs(event.logprobs) + _BEAM_BYTES * num_beams + encoder_bytes
+    token_bytes = _ID_BYTES * len(event.token_ids)
+    return token_bytes + bytes_of_logprobs(event.logprobs) + _BEAM_BYTES * num_beams + encoder_bytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

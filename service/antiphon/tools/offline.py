@@ -50,8 +50,8 @@ class Offline:
     ) -> list[list[int]]:
         """Return the target ids of each source, in order, with the end token if the target has one.
 
-        Greedy if beam_width is 1, else the best beam. concurrency: number of requests that wait or run at any time.
-        shortlist: of the model, to choose among the candidates of each source.
+        Each answer is read as a whole. Greedy if beam_width is 1, else the best beam. concurrency: number of requests
+        that wait or run at any time. shortlist: of the model, to choose among the candidates of each source.
         """
         params = SamplingParams(
             max_new_tokens=max_new_tokens, beam_width=beam_width, use_shortlist=shortlist is not None
@@ -112,7 +112,7 @@ class Offline:
         async def work(waiting: Iterator[tuple[int, Sequence[int]]]) -> None:
             for index, source in waiting:
                 candidate_ids = None if shortlist is None else shortlist.candidates(source)
-                stream = self._submit(str(index), source, params, candidate_ids=candidate_ids)
+                stream = self._submit(str(index), source, params, candidate_ids=candidate_ids, is_streamed=False)
                 event, *_ = await stream.collect()  # the best output comes first
                 _raise_error(event)
                 targets[index] = self._ids(event)
@@ -134,13 +134,14 @@ class Offline:
         *,
         client: str = "",
         candidate_ids: NDArray[np.int32] | None = None,
+        is_streamed: bool = True,
     ) -> OutputStream:
         stream, arrival_s = OutputStream(name), self._engine.clock()
         arrival = Arrival(request_id=name, arrival_s=arrival_s, client=client)
         self._engine.submit(
             Request(
                 task=Task.GENERATE,
-                is_streamed=True,
+                is_streamed=is_streamed,
                 arrival=arrival,
                 source_ids=tuple(source),
                 params=params,
