@@ -326,7 +326,8 @@ def _check_sampling(batch: DecodeBatch) -> None:
     )
     _require(bool((np.diff(sampling.edit_offsets) >= 0).all()), f"edit_offsets {sampling.edit_offsets.tolist()}")
     num_edits = int(sampling.edit_offsets[-1])
-    _require(num_edits <= min(len(sampling.edit_ids), len(sampling.edit_values)), f"{num_edits} edits are not there")
+    num_values = len(sampling.edit_values) or num_edits  # no values: all edits are neutral
+    _require(num_edits <= min(len(sampling.edit_ids), num_values), f"{num_edits} edits are not there")
     width = max(0, int(sampling.ints("num_logprobs").max(initial=0)))
     _require(batch.max_num_logprobs == width, f"max_num_logprobs is {batch.max_num_logprobs}, not {width}")
 

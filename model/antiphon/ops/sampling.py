@@ -59,7 +59,7 @@ class SamplingArrays:
     edit_offsets [K+1] int32: sample i has edits edit_offsets[i] .. edit_offsets[i+1]-1, applied in this order.
     edit_ids [E] int32, edit_values [E, 3] float32: the value v of a token becomes penalised(v + bias) + shift, where
         (bias, penalty, shift) is the edit's and penalised(x) is x / penalty above 0 and x * penalty otherwise. A shift
-        of -inf forbids the token. E may be more than edit_offsets[K].
+        of -inf forbids the token. E may be more than edit_offsets[K]. edit_values without rows are neutral: 0, 1 and 0.
     """
 
     picks: NDArray[np.int32]
@@ -232,6 +232,8 @@ def _edited(values: NDArray[np.float32], sampling: SamplingArrays, row: int) -> 
     result = np.full_like(values, -np.inf) if is_restricted else values.copy()
     result[ids] = values[ids]
     edit_values = sampling.edit_values[edits]
+    if not len(edit_values):
+        return result
     while len(ids):  # once; or, where a token has several edits, once for its first, once for its second, ...
         held, first = np.unique(ids, return_index=True)
         bias, penalty, shift = edit_values[first].T

@@ -55,7 +55,7 @@ NORM = (
 EDITS = (
     Input("edit_offsets", "int32", "K + 1", "sample i has the edits edit_offsets[i] to edit_offsets[i + 1] - 1"),
     Input("edit_ids", "int32", "E", "token of each edit"),
-    Input("edit_values", "float", "E, 3", "bias, penalty and shift of each edit"),
+    Input("edit_values", "float", "E, 3", "bias, penalty and shift of each edit; without rows: 0, 1 and 0"),
 )
 SAMPLES = (
     Output("token_ids", "int64", "K", "tokens; -1 where logits are not finite, -2 where every token is forbidden"),

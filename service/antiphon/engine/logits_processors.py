@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from antiphon.domain.sampling_params import SamplingParams
 from antiphon.ops.sampling import EDITED_ONLY, OWN_VOCABULARY
 
-_NEUTRAL = (0.0, 1.0, 0.0)
+NEUTRAL: NDArray[np.float32] = np.array((0.0, 1.0, 0.0), np.float32)
+"""Values of an edit that changes nothing."""
 _FORBIDDEN = (0.0, 1.0, -np.inf)
 
 
@@ -25,6 +26,7 @@ class LogitsProcessors:
     Their cost grows with the tokens that have an edit, not with the tokens produced.
     restriction: as the parameter of this name in SamplingArrays.
     is_constant: True if no token changes the edits.
+    is_neutral: True if the edits only list the tokens of a vocabulary, so that they have no values.
     """
 
     def __init__(
@@ -56,9 +58,13 @@ class LogitsProcessors:
         self._tail: tuple[int, ...] = ()  # the last n - 1 tokens
         self._followers: dict[tuple[int, ...], tuple[int, ...]] = {}  # for n - 1 tokens, every token that followed them
         self._num_produced = 0
+        self.is_neutral = candidate_ids is not None and not self._has_edits(params)
         if candidate_ids is not None:
-            self._ids = candidate_ids.astype(np.int32)
-            self._values = np.tile(np.array(_NEUTRAL, np.float32), (len(candidate_ids), 1))
+            self._ids = candidate_ids.astype(np.int32, copy=False)
+        if self.is_neutral:
+            self._values = np.zeros((0, 3), np.float32)
+        elif candidate_ids is not None:
+            self._values = np.tile(NEUTRAL, (len(candidate_ids), 1))
             self._slots = dict(zip(candidate_ids.tolist(), range(len(candidate_ids)), strict=True))
         self._fill(eos_id)
         for token_id in decoder_input_ids:
@@ -73,7 +79,13 @@ class LogitsProcessors:
         candidate_ids: NDArray[np.int32] | None = None,
     ) -> LogitsProcessors | None:
         """Return the logits processors that the parameters need; None if they need none."""
-        is_edited = (
+        is_edited = candidate_ids is not None or cls._has_edits(params)
+        return cls(params, decoder_input_ids, eos_id, candidate_ids) if is_edited else None
+
+    @staticmethod
+    def _has_edits(params: SamplingParams) -> bool:
+        """Return whether the parameters change the logits of some tokens."""
+        return bool(
             params.repetition_penalty != 1.0
             or params.presence_penalty != 0.0
             or params.frequency_penalty != 0.0
@@ -83,9 +95,7 @@ class LogitsProcessors:
             or params.suppressed_ids
             or params.allowed_ids
             or params.ignore_eos
-            or candidate_ids is not None
         )
-        return cls(params, decoder_input_ids, eos_id, candidate_ids) if is_edited else None
 
     def push(self, token_id: int) -> None:
         """Update the edits with the token that was sampled."""
@@ -99,7 +109,12 @@ class LogitsProcessors:
                 self._values[slot, 2] -= params.frequency_penalty + (params.presence_penalty if is_new else 0.0)
 
     def current(self) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-        """Return ids [E] and values [E, 3] of the edits of the next sample: views, valid until any method is called."""
+        """Return ids [E] and values [E, 3] of the edits of the next sample: views, valid until any method is called.
+
+        Neutral edits have no values: [0, 3].
+        """
+        if self.is_neutral:
+            return self._ids, self._values
         count = len(self._slots)
         for token_id in self._forbidden_now():
             if self.restriction and token_id not in self._slots:
@@ -158,7 +173,7 @@ class LogitsProcessors:
     def _add(self, token_id: int) -> int:
         slot = self._slots.setdefault(token_id, len(self._slots))
         if slot == len(self._slots) - 1:
-            self._write(slot, token_id, _NEUTRAL)
+            self._write(slot, token_id, (0.0, 1.0, 0.0))
         return slot
 
     def _write(self, slot: int, token_id: int, values: tuple[float, float, float]) -> None:

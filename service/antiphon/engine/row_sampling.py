@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from antiphon.domain.request import Task
+from antiphon.engine.logits_processors import NEUTRAL
 from antiphon.engine.sequence import Sequence, SequenceGroup
 from antiphon.ops.sampling import FLOAT_PARAMS, INT_PARAMS, as_float32, neutral_sampling, seed_of_output
 from antiphon.runtime.runner import SamplingArrays
@@ -81,12 +82,19 @@ class RowSampling:
             return self._edited[1]
         counts = np.zeros(len(sampling), np.int32)
         ids, values = [], []
+        are_neutral = True
         for sequence in sorted(self._processed, key=Sequence.running_row):
             assert sequence.processors is not None
             edit_ids, edit_values = sequence.processors.current()
             counts[sequence.running_row()] = len(edit_ids)
             ids.append(edit_ids)
             values.append(edit_values)
+            are_neutral = are_neutral and sequence.processors.is_neutral
+        if not are_neutral:
+            values = [
+                found if len(found) == len(own) else np.tile(NEUTRAL, (len(own), 1))
+                for own, found in zip(ids, values, strict=True)
+            ]
         offsets = np.zeros(len(sampling) + 1, np.int32)
         np.cumsum(counts, out=offsets[1:])
         edited = dataclasses.replace(

@@ -65,7 +65,7 @@ class Sequence:
         """Return whether each of its tokens must be checked separately."""
         request = self.group.request
         return bool(
-            self.processors is not None
+            (self.processors is not None and not self.processors.is_constant)
             or self.stop_matcher is not None
             or request.params.stop_ids
             or request.num_logprobs is not None

@@ -175,8 +175,8 @@ class EncoderRunner(PartialRunner):
 class NativeDecoder:
     """The decoder graph. Steps in which every row feeds and samples one token are bound once for each shape.
 
-    A shape is a number of rows and of candidates. Edits have separate arrays that only grow, so that a step with edits
-    needs no other binding.
+    A shape is a number of rows and of candidates, and whether edits have values. Edits have separate arrays that only
+    grow, so that a step with edits needs no other binding.
     """
 
     def __init__(self, graph: Graph, cache: NDArray[Any], model: ModelConfig, max_rows: int) -> None:
@@ -197,10 +197,11 @@ class NativeDecoder:
         self._edit_offsets = np.zeros(max_rows + 1, np.int32)
         self._edit_ids = np.zeros(_FIRST_NUM_EDITS, np.int32)
         self._edit_values = np.zeros((_FIRST_NUM_EDITS, 3), np.float32)
+        self._are_neutral = False  # the edits have no values
         self._chosen: Arrays = {"token_ids": np.zeros(max_rows, np.int64), "logprobs": np.zeros(max_rows, np.float32)}
         self._tops = {name: np.zeros(0, kind) for name, kind in _TOPS.items()}
         self._held: SamplingArrays | None = None  # parameters that the bound arrays hold
-        self._bound: dict[tuple[int, int], tuple[Any, Samples]] = {}
+        self._bound: dict[tuple[int, int, bool], tuple[Any, Samples]] = {}
         inputs = [*_FED, "cache", *self._params, "edit_offsets", "edit_ids", "edit_values"]
         graph.require(inputs, [*self._chosen, *_TOPS])
 
@@ -218,7 +219,8 @@ class NativeDecoder:
         self._self_tables[:rows, : batch.self_tables.shape[1]] = batch.self_tables
         self._cross_tables[:rows, : batch.cross_tables.shape[1]] = batch.cross_tables
         self._source_lens[:rows] = batch.source_lens
-        bound = self._bound.get((rows, batch.max_num_logprobs)) or self._bind(rows, batch.max_num_logprobs)
+        width = batch.max_num_logprobs
+        bound = self._bound.get((rows, width, self._are_neutral)) or self._bind(rows, width)
         self._graph.run_bound(bound[0])
         return bound[1]
 
@@ -264,7 +266,9 @@ class NativeDecoder:
             self._edit_ids = np.zeros(capacity, np.int32)
             self._edit_values = np.zeros((capacity, 3), np.float32)
         self._edit_ids[:num_edits] = sampling.edit_ids[:num_edits]
-        self._edit_values[:num_edits] = sampling.edit_values[:num_edits]
+        self._are_neutral = num_edits > len(sampling.edit_values)
+        if not self._are_neutral:
+            self._edit_values[:num_edits] = sampling.edit_values[:num_edits]
 
     def _bind(self, rows: int, width: int) -> tuple[Any, Samples]:
         """Bind the arrays for this number of rows and candidates, and keep the binding."""
@@ -283,12 +287,13 @@ class NativeDecoder:
             "edit_offsets": self._edit_offsets[: rows + 1],
         }
         params = {name: array[:rows] for name, array in self._params.items()}
-        bound = self._bound[rows, width] = (self._binding(inputs | params, samples), samples)
+        bound = self._bound[rows, width, self._are_neutral] = (self._binding(inputs | params, samples), samples)
         return bound
 
     def _binding(self, inputs: Arrays, samples: Samples) -> Any:
         """Return a binding of these inputs, the cache and the edits; with candidates only where there are any."""
-        shared = {"cache": self._cache, "edit_ids": self._edit_ids, "edit_values": self._edit_values}
+        values = self._edit_values[:0] if self._are_neutral else self._edit_values
+        shared = {"cache": self._cache, "edit_ids": self._edit_ids, "edit_values": values}
         names = [*self._chosen, *(_TOPS if samples.top_ids.shape[1] else ())]
         return self._graph.bind({**inputs, **shared}, {name: getattr(samples, name) for name in names})
 

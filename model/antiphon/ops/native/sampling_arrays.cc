@@ -48,11 +48,12 @@ SamplingArrays::SamplingArrays(const Call& call, size_t first, int64_t tokens, i
   const Tensor values = call.Input(first + 6, "edit_values", 2);
   Require(offsets.dims[0] == count_ + 1, "length of edit_offsets", offsets.dims[0],
           "it must be the number of picks and 1");
-  Require(values.dims[0] == ids.dims[0], "rows of edit_values", values.dims[0], "they must be the number of edit_ids");
+  Require(values.dims[0] == ids.dims[0] || values.dims[0] == 0, "rows of edit_values", values.dims[0],
+          "they must be the number of edit_ids, or 0");
   Require(values.dims[1] == 3, "width of edit_values", values.dims[1], "it must be 3");
   edit_offsets_ = offsets.as<int32_t>();
   edit_ids_ = ids.as<int32_t>();
-  edit_values_ = values.as<float>();
+  edit_values_ = values.dims[0] == 0 ? nullptr : values.as<float>();
   for (int64_t i = 0; i < count_; ++i) {
     CheckSample(i, tokens, vocab);
     most_logprobs_ = std::max(most_logprobs_, num_logprobs(i));
@@ -107,6 +108,7 @@ int64_t SamplingArrays::index_of(int64_t i, int64_t id) const {
 }
 
 Edit SamplingArrays::edit(int64_t edit) const {
+  if (edit_values_ == nullptr) return {0.0f, 1.0f, 0.0f};
   const float* values = edit_values_ + 3 * edit;
   return {values[0], values[1], values[2]};
 }

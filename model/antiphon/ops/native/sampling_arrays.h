@@ -45,7 +45,11 @@ class SamplingArrays {
   // Index of a token among the selected ones of a sample, -1 if it is none of them.
   int64_t index_of(int64_t i, int64_t id) const;
   bool is_sampled(int64_t i) const { return real(i, kTemperature) > 0.0f; }
-  bool is_edited(int64_t i) const { return is_exclusive(i) || is_normalized(i) || end_of_edits(i) > first_edit(i); }
+  // Returns false for a sample whose values are those of the logits, or of its own vocabulary's logits.
+  bool is_edited(int64_t i) const {
+    if (is_normalized(i) || (is_exclusive(i) && !is_selected(i))) return true;
+    return edit_values_ != nullptr && end_of_edits(i) > first_edit(i);
+  }
   // Returns true for a beam whose candidates are wanted and whose values need no edit but the normalisation.
   bool is_plain_beam(int64_t i) const {
     const bool is_plain = is_normalized(i) && !is_exclusive(i) && end_of_edits(i) == first_edit(i);
@@ -89,7 +93,7 @@ class SamplingArrays {
   const int64_t* int_params_;   // [count, kNumIntParams]
   const int32_t* edit_offsets_;
   const int32_t* edit_ids_;
-  const float* edit_values_;  // [E, 3]
+  const float* edit_values_;  // [E, 3], or null: all edits are neutral
   std::vector<bool> only_forbids_;
   std::vector<int64_t> num_selected_;
 };
