@@ -266,6 +266,20 @@ def test_own_vocabularies_need_only_their_columns_of_a_constant_int8_weight(
         assert one.tobytes() == other.tobytes()
 
 
+@EXAMPLES
+@given(steps(own_vocabulary) | steps())
+def test_edits_without_values_are_neutral(step: tuple[Floats, Floats, NDArray[np.int32], SamplingArrays]) -> None:
+    hidden, weight, positions, held = step
+    neutral = np.tile(np.array((0, 1, 0), np.float32), (len(held.edit_ids), 1))
+    logits, places = hidden[held.picks] @ weight.T, positions[held.picks]
+    without, explicit = (replace(held, edit_values=values) for values in (neutral[:0], neutral))
+    native = [run_sample(hidden, weight, positions, given) for given in (without, explicit)]
+    reference = [sample(logits, given, places) for given in (without, explicit)]
+    for name in Samples.__slots__:
+        for found, expected in (native, reference):
+            assert getattr(found, name).tobytes() == getattr(expected, name).tobytes(), name
+
+
 def plain(rows: int, **changes: Any) -> SamplingArrays:
     return sampling_of(range(rows), [SampleSettings(**changes)] * rows)
 

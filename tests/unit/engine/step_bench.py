@@ -17,7 +17,7 @@ from antiphon.engine.step import EngineState, Stepper
 from antiphon.engine.stream import OutputStream
 from antiphon.observability.engine_metrics import Metrics
 from antiphon.observability.metrics import MetricFamilies
-from tests.fakes import FakeClock, FakeRunner, limits_for, request_of
+from tests.fakes import FakeClock, FakeRunner, changed, limits_for, request_of
 
 BLOCK_SIZE = 4
 
@@ -80,11 +80,11 @@ class Bench:
         *,
         within_s: float | None = None,
         prefix: tuple[int, ...] = (),
+        is_streamed: bool = True,
     ) -> SequenceGroup:
         deadline_s = None if within_s is None else self.clock() + within_s
-        return self.ask(
-            request_of(name, source, params=params, arrival_s=self.clock(), deadline_s=deadline_s, prefix=prefix)
-        )
+        request = request_of(name, source, params=params, arrival_s=self.clock(), deadline_s=deadline_s, prefix=prefix)
+        return self.ask(changed(request, is_streamed=is_streamed))
 
     def ask(self, request: Request) -> SequenceGroup:
         group = admit(request, OutputStream(request.request_id, loop=self.loop), limits_of(self.runner, self.limits))

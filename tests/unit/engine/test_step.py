@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import math
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from antiphon.domain.request import Arrival, CancelCause, FinishReason, Request,
 from antiphon.domain.sampling_params import SamplingParams
 from antiphon.engine.sequence import SequenceGroup, SequenceState
 from antiphon.ops.cache_geometry import blocks_for
-from tests.fakes import changed, request_of, scored, source_of
+from tests.fakes import EOS_ID, changed, request_of, scored, source_of
 from tests.unit.engine.step_bench import BLOCK_SIZE, Bench, expected
 
 
@@ -296,7 +297,9 @@ def test_step_gives_each_request_of_a_random_mix_its_own_answer(loop: asyncio.Ab
                 within_s = dice.choice([None, None, dice.uniform(0.5, 30.0)])
                 prefix = (7,) * dice.choice([0, 0, 0, 1, 6])
                 try:
-                    bench.add(f"{turn}.{i}", source, params, within_s=within_s, prefix=prefix)
+                    bench.add(
+                        f"{turn}.{i}", source, params, within_s=within_s, prefix=prefix, is_streamed=turn % 2 == 0
+                    )
                 except (QueueFull, DeadlineExceeded):
                     continue
         names = [sequence.request_id for sequence in bench.all]
@@ -321,6 +324,65 @@ def _check_outputs(bench: Bench) -> None:
     assert finished > 0
     counted = [bench.sample("request_success_total", finished_reason=reason) or 0 for reason in ("stop", "length")]
     assert sum(counted) == finished
+
+
+ENDS: dict[str, dict[str, Any]] = {
+    "end token": {},
+    "length": {"max_new_tokens": 5},
+    "stop id": {"stop_ids": (EOS_ID + 2,), "logit_bias": ((EOS_ID + 2, 60.0),), "min_new_tokens": 4},
+    "time limit": {"time_limit_s": 4.0},
+    "no token left": {"allowed_ids": (9,), "suppressed_ids": (EOS_ID,), "no_repeat_ngram_size": 1},
+    "several outputs": {"temperature": 1.0, "num_return_sequences": 3},
+}
+
+
+@pytest.mark.parametrize("ends", ENDS)
+@pytest.mark.parametrize("is_crowded", [False, True])
+def test_answers_read_as_a_whole_have_the_tokens_of_streamed_ones(
+    loop: asyncio.AbstractEventLoop, ends: str, is_crowded: bool
+) -> None:
+    params, events = SamplingParams(**ENDS[ends]), []
+    for is_streamed in (True, False):
+        bench = Bench(loop, num_blocks=SHORT_POOL if is_crowded else 64)
+        for other in range(3 if is_crowded else 0):  # with too few blocks for all, some are preempted
+            bench.add(str(other), source_of(target_len=40, length=4), is_streamed=other != 0)
+        group = bench.add("asked", source_of(target_len=12), params, is_streamed=is_streamed)
+        while bench.stepper.has_work:
+            bench.step()
+            bench.clock.advance(1.0)
+        events.append(bench.outputs(group))
+    streamed, whole = ([(one.token_ids, one.finish_reason, one.output_index) for one in event] for event in events)
+    assert whole == streamed
+    assert whole[0][0]
+
+
+def test_preempted_answer_read_as_a_whole_keeps_its_tokens_at_its_time_limit(loop: asyncio.AbstractEventLoop) -> None:
+    bench, params = Bench(loop, num_blocks=24), SamplingParams(time_limit_s=1000.0)
+    groups = [bench.add(str(i), source_of(target_len=40, length=4), params, is_streamed=False) for i in range(4)]
+    while not bench.sample("preemptions_total"):
+        bench.step()
+    (preempted,) = [group for group in groups if group.preempted_s is not None]
+    (sequence,) = preempted.sequences
+    assert sequence.row is None
+    bench.clock.advance(1000.0)
+    bench.finish()
+    event = bench.output(preempted)
+    assert event.finish_reason is FinishReason.TIME_LIMIT
+    assert event.token_ids == sequence.produced == expected(bench, preempted)[0][: len(event.token_ids)]
+    assert event.token_ids
+
+
+def test_answers_read_as_a_whole_do_not_wake_the_loop_before_their_end(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[object] = []
+    monkeypatch.setattr(bench.loop, "call_soon_threadsafe", lambda *call: calls.append(call))
+    bench.add("whole", source_of(target_len=9), is_streamed=False)
+    bench.finish()
+    assert len(calls) == 1
+    bench.add("streamed", source_of(target_len=9))
+    bench.finish()
+    assert len(calls) == 1 + 9 + 1
 
 
 def test_time_of_empty_rows_counts_only_while_requests_wait(loop: asyncio.AbstractEventLoop) -> None:
