@@ -279,10 +279,12 @@ class OutputStream:
     def _take_final(self) -> TokenEvent:
         event = self._finals.popleft()
         tokens = self._pending.get(event.output_index)
-        token_ids, logprobs = ((), ()) if tokens is None else tokens.take()
         if event.is_last:
             self._end_window()
             self._stage = _Stage.EXHAUSTED
+        if not tokens:  # the event has all tokens itself
+            return event
+        token_ids, logprobs = tokens.take()
         return dataclasses.replace(event, token_ids=token_ids + event.token_ids, logprobs=logprobs + event.logprobs)
 
     def _take_tokens(self) -> TokenEvent:
