@@ -1,6 +1,6 @@
 """Sections that measure tokens per second in this process: `decode`, `beams`, `sampling`, `encode`, `growth`, `engine`.
 
-Antiphon schedules, encodes, decodes, samples and streams. All requests are queued at the start, so that every row is
+Antiphon schedules, encodes, decodes, samples and answers. All requests are queued at the start, so that every row is
 in use until the last requests, unless a section says otherwise. CTranslate2 receives all of the same sources at once,
 at its best settings for the measured work; see ctranslate2.py.
 """
