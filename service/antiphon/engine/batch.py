@@ -19,7 +19,7 @@ from antiphon.domain.request import Task
 from antiphon.engine.kv_cache import BlockTables
 from antiphon.engine.row_sampling import RowSampling, with_scored
 from antiphon.engine.sequence import Sequence, SequenceGroup
-from antiphon.engine.stream import TokenSink
+from antiphon.engine.stream import Item, TokenSink
 from antiphon.ops.cache_geometry import blocks_for
 from antiphon.runtime.runner import DecodeBatch, Runner, SamplingArrays
 
@@ -33,7 +33,7 @@ class TokenHistory:
     def __init__(self, max_rows: int, width: int) -> None:
         self.token_ids: NDArray[np.int32] = np.zeros((max_rows, width), np.int32)
         self._is_kept = width > 0
-        self._rows: NDArray[np.int32] = np.arange(max_rows, dtype=np.int32)
+        self._rows: NDArray[np.intp] = np.arange(max_rows)
 
     def fill(self, row: int, token_ids: tuple[int, ...]) -> None:
         """Set the first tokens of a row that starts."""
@@ -224,8 +224,12 @@ class StreamedRows:
     """Rows whose tokens are streamed: a mask [num_rows], their numbers, and the sink of each."""
 
     mask: NDArray[np.bool_]
-    rows: NDArray[np.intp]
+    rows: list[int]
     sinks: tuple[TokenSink, ...]
+
+    def of(self, items: SequenceABC[Item]) -> SequenceABC[Item]:
+        """Return the items of these rows; items: of all rows."""
+        return items if len(self.rows) == len(items) else [items[row] for row in self.rows]
 
 
 class RunningRows:
@@ -265,6 +269,7 @@ class RunningRows:
         )
         self._builder = BatchBuilder(self._inputs)
         self._streamed: StreamedRows | None = None
+        self._num_safe_steps = 0  # steps after which no row is at its end position yet; 0: not known
         own = (
             self.token_ids, self.positions, self.end_positions, self._inputs.source_lens, self.is_beam, self.is_whole
         )  # fmt: skip
@@ -290,8 +295,8 @@ class RunningRows:
         """The rows whose tokens are streamed; the same object until a row is added or removed."""
         if self._streamed is None:
             is_streamed = ~self.is_whole[: len(self.sequences)]
-            rows = np.flatnonzero(is_streamed)
-            self._streamed = StreamedRows(is_streamed, rows, tuple(self.sequences[row].sink for row in rows.tolist()))
+            rows: list[int] = np.flatnonzero(is_streamed).tolist()
+            self._streamed = StreamedRows(is_streamed, rows, tuple(self.sequences[row].sink for row in rows))
         return self._streamed
 
     @property
@@ -324,6 +329,7 @@ class RunningRows:
             sequence.row = len(self.sequences)
             self._fill(sequence.row, sequence, bos_id)
             self.sequences.append(sequence)
+        self._num_safe_steps = 0
         self._streamed = None
         self.num_changes += 1
         self._builder.rows_changed()
@@ -351,14 +357,23 @@ class RunningRows:
         token_ids: [num_rows]; a value below 0 belongs to a row that is about to end, and does not advance it.
         """
         num_rows = len(self.sequences)
-        if self.num_beams < num_rows:  # else all of them have advanced
-            advances = token_ids >= 0
-            if self.num_beams:
-                advances &= ~self.is_beam[:num_rows]
+        self._num_safe_steps -= 1
+        if not self.num_beams and min(token_ids.tolist()) >= 0:  # as nearly always: with few calls of NumPy
+            self.token_ids[:num_rows] = token_ids
+            self.positions[:num_rows] += 1
+        elif self.num_beams < num_rows:  # else all of them have advanced
+            advances = (token_ids >= 0) & ~self.is_beam[:num_rows]
             np.copyto(self.token_ids[:num_rows], token_ids, where=advances)
             self.positions[:num_rows] += advances
         self._history.push(self.positions[:num_rows], self.token_ids[:num_rows])
         self._builder.end_first_step(num_rows)
+
+    def may_end(self) -> bool:
+        """Return whether a row that is no beam may be at its end position. Most calls compare no arrays."""
+        if self._num_safe_steps <= 0:
+            num_rows = len(self.sequences)
+            self._num_safe_steps = int((self.end_positions[:num_rows] - self.positions[:num_rows]).min())
+        return self._num_safe_steps <= 0
 
     def remove(self, row: int) -> Sequence | None:
         """Free a row. The last row's sequence moves to it and is returned; None when `row` was the last row."""

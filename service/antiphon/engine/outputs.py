@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
+from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,7 +40,7 @@ class Committed:
     """Tokens to stream, items[i] for sinks[i], and the outputs that end with this step, last row first."""
 
     sinks: tuple[TokenSink, ...]
-    items: list[Item]
+    items: SequenceABC[Item]
     ended: list[EndedOutput]
 
 
@@ -47,7 +48,10 @@ def commit(rows: RunningRows, samples: Samples, eos_id: int) -> Committed:
     """Separate the samples of a step, by which the rows have advanced already."""
     num_rows, streamed = len(rows), rows.streamed
     token_ids = samples.token_ids[:num_rows]
-    items: list[Item] = token_ids.tolist()
+    ids: list[int] = token_ids.tolist()
+    if not (rows.num_beams or rows.checked or eos_id in ids or min(ids) < 0 or rows.may_end()):
+        return Committed(streamed.sinks, streamed.of(ids), [])  # as in most steps: no output ends
+    items: list[Item] = [*ids]
     is_silent = (token_ids == eos_id) | (token_ids < 0)
     is_done = is_silent | (rows.positions[:num_rows] >= rows.end_positions[:num_rows])
     if rows.num_beams:
@@ -65,14 +69,10 @@ def commit(rows: RunningRows, samples: Samples, eos_id: int) -> Committed:
                 whole = rows.produced(row)
                 whole = whole[:-1] if is_silent[row] and token_id >= 0 else whole
             ended.append(EndedOutput(rows.sequences[row], reason, last.get(row, ()), whole))
-    if not streamed.sinks:
-        return Committed((), [], ended)
     if (is_silent & streamed.mask).any():
         sent = np.flatnonzero(streamed.mask & ~is_silent).tolist()
         return Committed(tuple(rows.sequences[row].sink for row in sent), [items[row] for row in sent], ended)
-    if len(streamed.sinks) < num_rows:
-        items = [items[row] for row in streamed.rows.tolist()]
-    return Committed(streamed.sinks, items, ended)
+    return Committed(streamed.sinks, streamed.of(items), ended)
 
 
 def _reason(token_id: int, eos_id: int) -> FinishReason:

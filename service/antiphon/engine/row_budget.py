@@ -326,6 +326,8 @@ class RowBudget:
         younger ones of the same kind do not overtake it.
         """
         lane.is_blocked = False
+        if not lane.pending:  # as in most steps
+            return []
         searches: list[SequenceGroup] = []
         refused: set[tuple[str, bool]] = set()  # caller, and whether its groups can pause
         for group in sorted(lane.pending.values(), key=lambda group: group.age):

@@ -20,7 +20,6 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from antiphon.domain.errors import AntiphonError, DeadlineExceeded, EngineFault
 from antiphon.domain.limits import EngineLimits
@@ -146,7 +145,8 @@ class Stepper:
 
     def _step(self) -> None:
         self._has_failed = False
-        self._drop_cancelled()
+        if self._lane.cancellations or self._state.cancellations:
+            self._drop_cancelled()
         self._drop_expired()
         self._budget.grow(self._lane, self._preempt)
         self._budget.make_room(self._lane, self._pause)
@@ -393,15 +393,14 @@ class Stepper:
             self._fail([sequence.group for sequence in rows.sequences], "decode", fault)
             return StepTokens()
         token_ids = samples.token_ids[: len(rows)]
-        is_invalid: NDArray[np.bool_] = token_ids == NOT_FINITE
-        has_decoded = not is_invalid.all()
+        has_decoded = token_ids.tolist().count(NOT_FINITE) < len(rows)
         rows.advance(token_ids)
         self._note_token_times(num_before)
         if rows.num_beams:
-            return self._commit_beams(samples, finished, is_invalid)._replace(has_decoded=has_decoded)
+            return self._commit_beams(samples, finished)._replace(has_decoded=has_decoded)
         return StepTokens(*self._commit(samples), has_decoded)
 
-    def _commit(self, samples: Samples) -> tuple[tuple[TokenSink, ...], list[Item]]:
+    def _commit(self, samples: Samples) -> tuple[tuple[TokenSink, ...], SequenceABC[Item]]:
         """End the outputs that are finished; returns the other rows' sinks and tokens."""
         committed = commit(self._rows, samples, self._runner.facts.eos_id)
         # From the last row down, so that the row that moves into a freed one is a row that continues.
@@ -409,11 +408,10 @@ class Stepper:
             self._finish_output(ended)
         return committed.sinks, committed.items
 
-    def _commit_beams(
-        self, samples: Samples, finished: list[SequenceGroup], is_invalid: NDArray[np.bool_]
-    ) -> StepTokens:
+    def _commit_beams(self, samples: Samples, finished: list[SequenceGroup]) -> StepTokens:
         """End outputs and searches that are finished, where some rows are beams; returns the tokens to stream."""
         rows = self._rows
+        is_invalid = samples.token_ids[: len(rows)] == NOT_FINITE
         failed = np.flatnonzero(is_invalid & rows.is_beam[: len(rows)]).tolist() if is_invalid.any() else []
         invalid = dict.fromkeys(rows.sequences[row].group for row in failed)
         beam_sinks, beam_items = self._beams.common_tokens()
