@@ -82,15 +82,13 @@ class RowSampling:
             return self._edited[1]
         counts = np.zeros(len(sampling), np.int32)
         ids, values = [], []
-        are_neutral = True
         for sequence in sorted(self._processed, key=Sequence.running_row):
             assert sequence.processors is not None
             edit_ids, edit_values = sequence.processors.current()
             counts[sequence.running_row()] = len(edit_ids)
             ids.append(edit_ids)
             values.append(edit_values)
-            are_neutral = are_neutral and sequence.processors.is_neutral
-        if not are_neutral:
+        if any(map(len, values)):  # then neutral edits need values too
             values = [
                 found if len(found) == len(own) else np.tile(NEUTRAL, (len(own), 1))
                 for own, found in zip(ids, values, strict=True)

@@ -28,6 +28,7 @@ from typing import Any
 
 from antiphon.architecture.config import ModelConfig
 from antiphon.text.shortlist import Shortlist
+from antiphon.tools.bench.corpus import Ids
 from antiphon.tools.bench.report import Speed
 
 ACTIVATIONS = {"relu": "RELU", "gelu": "GELU", "gelu_tanh": "GELUTanh", "gelu_sigmoid": "GELUSigmoid", "silu": "SWISH"}
@@ -49,7 +50,6 @@ _PATIENCE_S = 120
 _ROWS, _SOURCE_LEN, _TARGET_LEN = 16, 30, 16
 _IDS = range(4, 90)
 
-Ids = list[int]
 Prompt = list[str]
 
 

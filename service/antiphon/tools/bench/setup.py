@@ -178,9 +178,10 @@ class Setup:
             print(f"antiphon bench: {manifest.name} is not compared with CTranslate2: {reason}", file=sys.stderr)
             return None
         origin = self.checkpoint or self.bundle.path
-        weights = origin / (MANIFEST_NAME if self.checkpoint is None else "model.safetensors")
-        # The manifest has the digest of the shortlist.
-        files = [*_code_of_models(), weights, self.bundle.path / MANIFEST_NAME]
+        # The manifest has the digests of the bundle's weights and shortlist.
+        files = [*_code_of_models(), self.bundle.path / MANIFEST_NAME]
+        if self.checkpoint is not None:
+            files.append(self.checkpoint / "model.safetensors")
         return self._add_ctranslate2(self.bundle_subject, origin, self.work / f"ctranslate2-{_digest(files)}")
 
     @cached_property

@@ -203,13 +203,13 @@ def _evaluate_vectors(args: argparse.Namespace, bundle: Bundle, texts: Sequence[
     if "float32" not in precisions:
         raise EvaluationError(f"{args.model} has no float32 graphs to compare with")
 
-    def runner_of(precision: Precision) -> EncoderRunner:
+    def open_graphs(precision: Precision) -> EncoderRunner:
         runner = open_runner(bundle, max_rows=args.rows, threads=args.threads, precision=precision)
         assert isinstance(runner, EncoderRunner)
         return runner
 
-    others = [runner_of(precision) for precision in precisions if precision != "float32"]
-    return evaluate_vectors(bundle, runner_of("float32"), others, texts)
+    integer_graphs = [open_graphs(precision) for precision in precisions if precision != "float32"]
+    return evaluate_vectors(bundle, open_graphs("float32"), integer_graphs, texts)
 
 
 def _evaluate_running_text(args: argparse.Namespace, recipe: LanguageModelRecipe) -> list[TextScore]:

@@ -47,12 +47,12 @@ class VectorScore:
 
 
 def evaluate_vectors(
-    bundle: Bundle, exact: EncoderRunner, runners: Sequence[EncoderRunner], texts: Sequence[str]
+    bundle: Bundle, reference: EncoderRunner, runners: Sequence[EncoderRunner], texts: Sequence[str]
 ) -> list[VectorScore]:
-    """Compare the vectors that Embed returns by default with those of `exact`, for each runner."""
+    """Compare the vectors that Embed returns by default with those of `reference`, for each of the runners."""
     requests = _embed_requests(bundle, texts)
     tokens = sum(len(request.source_ids) for request in requests)
-    expected = _vectors(exact, requests)
+    expected = _vectors(reference, requests)
     scores = []
     for runner in runners:
         _vectors(runner, requests[:1])  # not timed: the first run allocates
