@@ -101,7 +101,7 @@ def test_native_encoder_workspace_is_that_of_its_largest_operator(bundle: Bundle
     k, v and the attention's result, or the inner states.
     """
     config, graphs, workspace = bundle.manifest.model, bundle.graph_set("float32", "native"), Workspace()
-    encoder = Graph(bundle.file(graphs.encoder_file), "encoder", 1, workspace)
+    encoder = Graph(bundle.file(graphs.encoder_file), "encoder", workspace)
     tables = np.arange(4 * len(lens), dtype=np.int32).reshape(len(lens), 4)
     inputs: dict[str, NDArray[Any]] = {
         "input_ids": np.full(sum(lens), 5),

@@ -24,13 +24,13 @@ class Graph:
     WorkspaceError when the workspace does not fit this ONNX Runtime.
     """
 
-    def __init__(self, path: Path, kind: str, threads: int, workspace: Workspace) -> None:
+    def __init__(self, path: Path, kind: str, workspace: Workspace) -> None:
         self._path = path
         self._kind = kind
         self._workspace = workspace
         previous = workspace.enter()
         try:
-            self._session = serving_session(path, threads, workspace)
+            self._session = serving_session(path, workspace)
         except WorkspaceError:
             raise
         except Exception as error:  # onnxruntime's exceptions share no narrower base

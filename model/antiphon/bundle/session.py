@@ -20,11 +20,6 @@ from typing import Any
 from antiphon.bundle.onnx_runtime import ort
 from antiphon.ops.workspace import LIBRARY, Workspace
 
-# Time for which a worker of the intra-op pool polls for work before it sleeps. It is longer than the gaps between the
-# nodes of one run, so that workers stay awake during a run, and so short that an idle server uses little CPU time. With
-# the pool's default workers use a whole core between two steps.
-_SPIN_US = 50
-
 # Not an argument of the runners, which open the sessions, because only a benchmark needs profiles.
 _profile_prefix: ContextVar[Path | None] = ContextVar("profile_prefix", default=None)
 
@@ -39,15 +34,13 @@ def profiling(prefix: Path) -> Iterator[None]:
         _profile_prefix.reset(token)
 
 
-def serving_session(path: Path, threads: int, workspace: Workspace) -> Any:
+def serving_session(path: Path, workspace: Workspace) -> Any:
     """Open a graph whose runs and weights use a workspace; the calling thread must have entered the workspace."""
-    options = _options(threads)
+    options = _options(workspace.session_threads)
     options.inter_op_num_threads = 1
     # ONNX Runtime would keep a pattern for every batch shape, and there are thousands. Our allocator is as fast
     # without.
     options.enable_mem_pattern = False
-    # Each session has its own pool, because the workers of a shared pool cannot be made to stop polling.
-    options.add_session_config_entry("session.intra_op.spin_duration_us", str(_SPIN_US))
     if (prefix := _profile_prefix.get()) is not None:
         options.enable_profiling = True
         options.profile_file_prefix = str(prefix)

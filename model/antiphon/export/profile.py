@@ -165,7 +165,7 @@ def measure_bundle(bundle: Bundle, grid: Grid) -> dict[str, list[Measurement]]:
         for graphs in bundle.manifest.graphs
         if graphs.lowering != "cuda"
     }
-    workspace = Workspace()
+    workspace = Workspace(threads=grid.threads)
     try:
         measured = {}
         for name, (path, cache) in sorted(names.items()):
@@ -216,7 +216,7 @@ def _measure_graph(
     workspace: Workspace,
 ) -> list[Measurement]:
     workspace.limit_growth(None)
-    encoder = Graph(path, "encoder", grid.threads, workspace)
+    encoder = Graph(path, "encoder", workspace)
     workspace.limit_growth(grid.budget_bytes)
     measured = []
     cells = [(rows, length) for rows in grid.rows for length in grid.lengths]
@@ -240,10 +240,9 @@ def measure_peak(encoder: Graph, workspace: Workspace, inputs: Mapping[str, NDAr
 
     Raises GraphError.
     """
-    workspace.reset_peak()
-    before = workspace.stats().in_use_bytes
+    before = workspace.reset_peak()
     encoder.run(inputs, encoder.output_names)
-    return workspace.stats().peak_bytes - before
+    return workspace.peak() - before
 
 
 def eager_inputs(config: ModelConfig, rows: int, length: int) -> dict[str, NDArray[Any]]:

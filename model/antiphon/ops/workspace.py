@@ -1,8 +1,9 @@
-"""Exact accounting of ONNX Runtime's working memory, by this project's own allocators. Torch-free.
+"""Exact accounting of ONNX Runtime's working memory by this project's own allocators, and threads. Torch-free.
 
 Owns the Python side of `native/`: it attaches sessions, reads the counters and sets the limit. Does not know what the
 sessions compute. ONNX Runtime has one allocator in a process. The thread that loads or runs a session chooses which of
-our allocators it uses, so that the memory of each model is counted and limited separately.
+our allocators it uses, so that the memory of each model is counted and limited separately. The threads of a model's
+runs belong to its workspace too.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from antiphon.errors import WorkspaceError
 
 LIBRARY = Path(__file__).with_name("_native.so")
 # Version of the native library, the same as antiphon_native_version in native/register.cc: raise both together.
-NATIVE_VERSION = 9
+NATIVE_VERSION = 10
 
-_HANDLE = ctypes.c_void_p  # of an allocator; None is the process's own
+_HANDLE = ctypes.c_void_p  # of a workspace; None is the process's own
 _BUILD_IT = "install antiphon again (or `make stubs` in a checkout) to build it"
 
 
@@ -29,12 +30,14 @@ _BUILD_IT = "install antiphon again (or `make stubs` in a checkout) to build it"
 class WorkspaceStats:
     """Counters of the allocator, all in bytes except the last two.
 
-    in_use_bytes and peak_bytes count requested bytes, without rounding; peak_bytes since the last `reset_peak`.
+    in_use_bytes counts requested bytes, without rounding, and so do its largest values: peak_bytes since the last
+    `reset_peak`, highest_bytes since the start.
     reserved_bytes were obtained from the operating system; cached_bytes is the unused part. limit_bytes 0: no limit.
     """
 
     in_use_bytes: int
     peak_bytes: int
+    highest_bytes: int
     reserved_bytes: int
     cached_bytes: int
     limit_bytes: int
@@ -51,31 +54,38 @@ class _NativeStats(ctypes.Structure):
 class Workspace:
     """Counting allocator: the process's own, or a separate one (`is_own`). Thread-safe.
 
-    The peak between `reset_peak` and `stats` covers every thread that used the allocator between the two calls. When
+    threads: number of cores that one run of this workspace's sessions may use. A separate workspace has threads of its
+    own, which all its sessions share; the process's own leaves that to each session.
+    The peak between `reset_peak` and `peak` covers every thread that used the allocator between the two calls. When
     the last reference to a separate allocator is deleted, its unused memory returns to the operating system; blocks in
     use return when they are freed.
-    Raises WorkspaceError when the library cannot be loaded.
+    Raises WorkspaceError when the library cannot be loaded, or a thread cannot be started.
     """
 
-    def __init__(self, library: Path = LIBRARY, *, is_own: bool = False) -> None:
+    def __init__(self, library: Path = LIBRARY, *, is_own: bool = False, threads: int = 1) -> None:
         self.library = library
-        self._highest_bytes = 0
+        self.session_threads = 1 if is_own else threads
         self._native = native_library(library)
         try:
             self._stats = _function(self._native, "stats", _HANDLE, ctypes.POINTER(_NativeStats))
             self._set_limit = _function(self._native, "set_limit", _HANDLE, ctypes.c_uint64)
-            self._reset_peak = _function(self._native, "reset_peak", _HANDLE)
             self._trim = _function(self._native, "trim", _HANDLE)
-            # Keeps the interpreter lock: it takes nanoseconds, and another thread would hold the lock for much longer.
-            self._use = _function(ctypes.PyDLL(str(library)), "use", _HANDLE, returns=_HANDLE)
-            self._handle = _function(self._native, "create", returns=_HANDLE)() if is_own else None
+            # Keep the interpreter lock: they take nanoseconds, and another thread would hold the lock for much longer.
+            quick = ctypes.PyDLL(str(library))
+            self._use = _function(quick, "use", _HANDLE, returns=_HANDLE)
+            self._reset_peak = _function(quick, "reset_peak", _HANDLE, returns=ctypes.c_uint64)
+            self._peak = _function(quick, "peak", _HANDLE, returns=ctypes.c_uint64)
+            create = _function(self._native, "create", ctypes.c_size_t, returns=_HANDLE)
+            self._handle = create(threads) if is_own else None
+            if is_own and self._handle is None:
+                raise WorkspaceError(f"{threads} threads of a model could not be started")
             if is_own:
                 weakref.finalize(self, _function(self._native, "close", _HANDLE), self._handle)
         except AttributeError as error:
             raise _unusable(library, error) from None
 
     def enter(self) -> int | None:
-        """Make this thread's sessions allocate here; returns the previous allocator, for `leave`.
+        """Make this thread's sessions use this workspace; returns the previous one, for `leave`.
 
         A pair of calls instead of a context manager, for speed: the engine thread makes both for every forward pass.
         """
@@ -83,20 +93,16 @@ class Workspace:
         return previous
 
     def leave(self, previous: int | None) -> None:
-        """Make this thread's sessions use the previous allocator again, as returned by `enter`."""
+        """Make this thread's sessions use the previous workspace again, as returned by `enter`."""
         self._use(previous)
 
-    @property
-    def highest_bytes(self) -> int:
-        """Return the largest peak_bytes since the start, across all resets."""
-        return max(self._highest_bytes, self.stats().peak_bytes)
+    def reset_peak(self) -> int:
+        """Restart the peak from the bytes in use, which are returned."""
+        return int(self._reset_peak(self._handle))
 
-    def reset_peak(self) -> WorkspaceStats:
-        """Restart peak_bytes from in_use_bytes; returns the counters before the reset."""
-        before = self.stats()
-        self._highest_bytes = max(self._highest_bytes, before.peak_bytes)
-        self._reset_peak(self._handle)
-        return before
+    def peak(self) -> int:
+        """Return peak_bytes."""
+        return int(self._peak(self._handle))
 
     def trim(self) -> None:
         """Return unused memory to the operating system."""

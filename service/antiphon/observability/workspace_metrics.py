@@ -201,18 +201,16 @@ class ArenaMetrics(Collector):
         """Yield the samples; called by the registry."""
         with self._lock:
             watched = list(self._watched.items())
-        read = [
-            (name, [arena.stats() for arena in arenas], sum(arena.highest_bytes for arena in arenas))
-            for name, arenas in watched
-        ]
+        read = [(name, [arena.stats() for arena in arenas]) for name, arenas in watched]
         for field, documentation in _ARENA_GAUGES.items():
             gauge = GaugeMetricFamily(_ARENA + field, documentation, labels=[MODEL_LABEL])
-            for name, stats, highest in read:
-                gauge.add_metric([name], float(highest if field == "peak_bytes" else _total(stats, field)))
+            counted = "highest_bytes" if field == "peak_bytes" else field
+            for name, stats in read:
+                gauge.add_metric([name], float(_total(stats, counted)))
             yield gauge
         for field, documentation in _ARENA_COUNTERS.items():
             counter = CounterMetricFamily(_ARENA + field, documentation, labels=[MODEL_LABEL])
-            for name, stats, _ in read:
+            for name, stats in read:
                 counter.add_metric([name], float(_total(stats, field)))
             yield counter
 

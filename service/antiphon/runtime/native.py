@@ -65,12 +65,12 @@ class NativeRunner(PartialRunner):
         self.facts = facts_of(
             model, graphs, max_rows=max_rows, num_blocks=len(cache), cache_bytes_per_token=cache_bytes_per_token
         )
-        self.workspace = Workspace(is_own=True)
+        self.workspace = Workspace(is_own=True, threads=threads)
         self._encoder: NativeEncoder | None = None
         if self.facts.has_encoder:
-            encoder = Graph(bundle.file(graphs.encoder_file), "encoder", threads, self.workspace)
+            encoder = Graph(bundle.file(graphs.encoder_file), "encoder", self.workspace)
             self._encoder = NativeEncoder(encoder, model, self.workspace, bundle.memory_fit(graphs), self.cache)
-        decoder = Graph(bundle.file(graphs.decoder_file), "decoder", threads, self.workspace)
+        decoder = Graph(bundle.file(graphs.decoder_file), "decoder", self.workspace)
         self._decoder = NativeDecoder(decoder, self.cache, model, max_rows)
         self.workspace.trim()  # frees memory that loading used
         self.workspace.limit_growth(workspace_limit_bytes)
@@ -139,11 +139,11 @@ class EncoderRunner(PartialRunner):
         model, graphs = bundle.manifest.model, bundle.graph_set(precision)
         self.facts = facts_of(model, graphs, max_rows=max_rows)
         self._widths = head_widths(model)
-        self.workspace = Workspace(is_own=True)
-        encoder = Graph(bundle.file(graphs.encoder_file), "encoder", threads, self.workspace)
+        self.workspace = Workspace(is_own=True, threads=threads)
+        encoder = Graph(bundle.file(graphs.encoder_file), "encoder", self.workspace)
         self._encoder = NativeEncoder(encoder, model, self.workspace, bundle.memory_fit(graphs), cache=None)
         self._head_graphs = {
-            task: Graph(bundle.file(graphs.heads[task]), f"{task} head", threads, self.workspace)
+            task: Graph(bundle.file(graphs.heads[task]), f"{task} head", self.workspace)
             for task in self.facts.heads
         }
         for graph in self._head_graphs.values():

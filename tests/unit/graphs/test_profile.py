@@ -90,7 +90,7 @@ def test_profile_predicts_the_workspace_of_another_run_and_the_one_that_the_serv
     fit = profiled.memory_fit(graphs)
     assert fit is not None
     tolerance, workspace = fit.residual + 0.02, Workspace(is_own=True)
-    encoder = Graph(own_bundle.file(graphs.encoder_file), "encoder", 1, workspace)
+    encoder = Graph(own_bundle.file(graphs.encoder_file), "encoder", workspace)
     inputs = profile.encoder_inputs(profiled.manifest.model, graphs.cache, rows=2, length=200)
     assert profile.measure_peak(encoder, workspace, inputs) == pytest.approx(fit.predict(2, 200), rel=tolerance)
     report = NativeRunner(profiled, max_rows=4, threads=1).encode([[5] * 200] * 2, [range(13), range(13, 26)])

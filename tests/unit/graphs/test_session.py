@@ -19,7 +19,7 @@ SOURCE = encoder_inputs(small_config(**TINY), "float32", rows=2, length=5)
 
 def test_serving_and_native_sessions_are_bit_identical(bundle: Bundle) -> None:
     path = bundle.file(bundle.graph_set().encoder_file)
-    served, plain = serving_session(path, 1, Workspace(is_own=True)), native_session(path)
+    served, plain = serving_session(path, Workspace(is_own=True)), native_session(path)
     for found, expected in zip(served.run(None, SOURCE), plain.run(None, SOURCE), strict=True):
         np.testing.assert_array_equal(found, expected)
 
@@ -28,8 +28,8 @@ def test_serving_session_writes_a_profile_only_when_it_was_opened_with_one(bundl
     path = bundle.file(bundle.graph_set().encoder_file)
     workspace = Workspace(is_own=True)
     with profiling(tmp_path / "nodes"):
-        profiled = serving_session(path, 1, workspace)
-    for session in (profiled, serving_session(path, 1, workspace)):
+        profiled = serving_session(path, workspace)
+    for session in (profiled, serving_session(path, workspace)):
         session.run(None, SOURCE)
         del session
     del profiled

@@ -62,10 +62,9 @@ def ones(rows: int) -> dict[str, np.ndarray]:
 
 def measured_peak(workspace: Workspace, run: Any, rows: int) -> int:
     """Return the peak of one run, whose output is discarded."""
-    workspace.reset_peak()
-    before = workspace.stats().in_use_bytes
+    before = workspace.reset_peak()
     run.run(None, ones(rows))
-    return workspace.stats().peak_bytes - before
+    return workspace.peak() - before
 
 
 @pytest.mark.parametrize("rows", [1, 7, 512])

@@ -83,7 +83,7 @@ def native_workspace_peak(bundle: Bundle, case: Case) -> int:
     """Return the peak workspace of the bundle's native encoder on one thread. Raises GraphError or WorkspaceError."""
     graphs = bundle.graph_set()
     workspace = Workspace(is_own=True)
-    encoder = Graph(bundle.file(graphs.encoder_file), "encoder", 1, workspace)
+    encoder = Graph(bundle.file(graphs.encoder_file), "encoder", workspace)
     return measure_peak(
         encoder, workspace, encoder_inputs(bundle.manifest.model, graphs.cache, case.batch, case.length)
     )

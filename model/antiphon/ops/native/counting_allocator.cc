@@ -167,9 +167,10 @@ void CountingAllocator::Trim() {
   TrimLocked();
 }
 
-void CountingAllocator::ResetPeak() {
+uint64_t CountingAllocator::ResetPeak() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  stats_.peak_bytes = stats_.in_use_bytes;
+  stats_.highest_bytes = std::max(stats_.highest_bytes, stats_.peak_bytes);
+  return stats_.peak_bytes = stats_.in_use_bytes;
 }
 
 void CountingAllocator::SetLimit(uint64_t bytes) {
@@ -185,7 +186,9 @@ void CountingAllocator::Close() {
 
 WorkspaceStats CountingAllocator::Stats() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  return stats_;
+  WorkspaceStats stats = stats_;
+  stats.highest_bytes = std::max(stats.highest_bytes, stats.peak_bytes);
+  return stats;
 }
 
 }  // namespace antiphon

@@ -13,6 +13,7 @@ namespace antiphon {
 struct WorkspaceStats {
   uint64_t in_use_bytes;    // requested and not yet freed, without rounding and headers
   uint64_t peak_bytes;      // largest in_use_bytes since the last ResetPeak
+  uint64_t highest_bytes;   // largest in_use_bytes of all
   uint64_t reserved_bytes;  // obtained from the operating system: in use, rounded up, and cached
   uint64_t cached_bytes;    // unused part of reserved_bytes
   uint64_t limit_bytes;     // bound on reserved_bytes; 0: no limit
@@ -35,8 +36,8 @@ class CountingAllocator {
   void* Allocate(size_t bytes);
   // Returns the block to the allocator that it is from. Can be called on any thread.
   static void Free(void* block) noexcept;
-  // Restarts peak_bytes from in_use_bytes, to measure the next forward pass.
-  void ResetPeak();
+  // Restarts peak_bytes from in_use_bytes, which it returns, to measure the next forward pass.
+  uint64_t ResetPeak();
   // Returns every cached block to the operating system.
   void Trim();
   void SetLimit(uint64_t bytes);

@@ -10,14 +10,14 @@ namespace {
 // More batches than threads, so that other threads do not wait for one slow task.
 constexpr size_t kMaxBatches = 32;
 
-void Check(const OrtApi* api, OrtStatus* status, const std::string& what) {
+void Check(const OrtApi* api, OrtStatus* status, Name what) {
   if (status == nullptr) return;
-  const std::string message = what + ": " + api->GetErrorMessage(status);
+  const std::string message = what.text() + ": " + api->GetErrorMessage(status);
   api->ReleaseStatus(status);
   throw OperatorError(message);
 }
 
-Tensor Describe(const OrtApi* api, const OrtValue* value, const char* name) {
+Tensor Describe(const OrtApi* api, const OrtValue* value, Name name) {
   Tensor tensor;
   OrtTensorTypeAndShapeInfo* shape = nullptr;
   Check(api, api->GetTensorTypeAndShape(value, &shape), name);
@@ -29,7 +29,7 @@ Tensor Describe(const OrtApi* api, const OrtValue* value, const char* name) {
   }
   api->ReleaseTensorTypeAndShapeInfo(shape);
   Check(api, failed, name);
-  if (tensor.rank > Tensor::kMaxRank) throw OperatorError(std::string(name) + " has too many dimensions");
+  if (tensor.rank > Tensor::kMaxRank) throw OperatorError(name.text() + " has too many dimensions");
   Check(api, api->GetTensorMutableData(const_cast<OrtValue*>(value), &tensor.data), name);
   return tensor;
 }
@@ -62,6 +62,19 @@ bool Attributes::IsConstantInput(size_t index) const {
   return is_constant != 0;
 }
 
+std::vector<Tensor> Attributes::ConstantInputs() const {
+  size_t count = 0;
+  Check(api_, api_->KernelInfo_GetInputCount(info_, &count), "inputs");
+  std::vector<Tensor> inputs(count);
+  for (size_t index = 0; index < count; ++index) {
+    int is_constant = 0;
+    const OrtValue* value = nullptr;
+    Check(api_, api_->KernelInfoGetConstantInput_tensor(info_, index, &is_constant, &value), "constant input");
+    if (is_constant != 0 && value != nullptr) inputs[index] = Describe(api_, value, "constant input");
+  }
+  return inputs;
+}
+
 float Attributes::Float(const char* name) const {
   float value = 0;
   Check(api_, api_->KernelInfoGetAttribute_float(info_, name, &value), name);
@@ -83,24 +96,25 @@ std::string Attributes::String(const char* name) const {
   return std::string(text);
 }
 
-Tensor Call::OptionalInput(size_t index, const char* name, size_t rank) const {
-  size_t count = 0;
-  Check(api_, api_->KernelContext_GetInputCount(context_, &count), name);
-  if (index >= count) return {};
-  const OrtValue* value = nullptr;
-  Check(api_, api_->KernelContext_GetInput(context_, index, &value), name);
-  if (value == nullptr) return {};
-  Tensor tensor = Describe(api_, value, name);
+Tensor Call::OptionalInput(size_t index, Name name, size_t rank) const {
+  if (index >= constants_.size()) return {};
+  Tensor tensor = constants_[index];
+  if (!tensor) {
+    const OrtValue* value = nullptr;
+    Check(api_, api_->KernelContext_GetInput(context_, index, &value), name);
+    if (value == nullptr) return {};
+    tensor = Describe(api_, value, name);
+  }
   if (tensor.rank != rank) {
-    throw OperatorError(std::string(name) + " has " + std::to_string(tensor.rank) + " dimensions; it must have " +
+    throw OperatorError(name.text() + " has " + std::to_string(tensor.rank) + " dimensions; it must have " +
                         std::to_string(rank));
   }
   return tensor;
 }
 
-Tensor Call::Input(size_t index, const char* name, size_t rank) const {
+Tensor Call::Input(size_t index, Name name, size_t rank) const {
   Tensor tensor = OptionalInput(index, name, rank);
-  if (!tensor) throw OperatorError(std::string(name) + " is missing");
+  if (!tensor) throw OperatorError(name.text() + " is missing");
   return tensor;
 }
 
@@ -120,6 +134,7 @@ void* Call::GpuStream() const {
 }
 
 void Call::RunParallel(size_t count, void (*run)(void*, size_t), void* user) const {
+  if (ModelWorkspace* workspace = ChosenWorkspace()) return workspace->pool.Run(count, run, user);
   Check(api_, api_->KernelContext_ParallelFor(context_, run, count, std::min(count, kMaxBatches), user), "threads");
 }
 

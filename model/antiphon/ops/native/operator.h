@@ -10,6 +10,7 @@
 #include <stdexcept>
 #include <string>
 #include <type_traits>
+#include <vector>
 
 #include "ort_abi.h"
 #include "workspace.h"
@@ -39,6 +40,15 @@ struct Tensor {
   }
 };
 
+// Name of a value in one or two parts, which are joined only for a message: operators check many values in each call.
+struct Name {
+  Name(const char* first, const char* second = "") : first(first), second(second) {}
+  std::string text() const { return std::string(first) + second; }
+
+  const char* first;
+  const char* second;
+};
+
 class Attributes {
  public:
   Attributes(const OrtApi* api, const OrtKernelInfo* info) : api_(api), info_(info) {}
@@ -51,6 +61,8 @@ class Attributes {
   std::string String(const char* name) const;
   // Returns true where input `index` of the node is an initializer of the model.
   bool IsConstantInput(size_t index) const;
+  // Inputs that are initializers of the model, by index; the others are missing.
+  std::vector<Tensor> ConstantInputs() const;
   const OrtApi* api() const { return api_; }
 
  private:
@@ -61,23 +73,27 @@ class Attributes {
 // One execution of one node.
 class Call {
  public:
-  Call(const OrtApi* api, OrtKernelContext* context) : api_(api), context_(context) {}
+  // constants: inputs that are initializers, by index, and missing ones. ONNX Runtime needs 0.2 us to describe a tensor,
+  // and most inputs of a node are weights.
+  Call(const OrtApi* api, OrtKernelContext* context, const std::vector<Tensor>& constants)
+      : api_(api), context_(context), constants_(constants) {}
 
   // Returns an input of the given rank. Throws OperatorError naming it when it is missing or has another rank.
-  Tensor Input(size_t index, const char* name, size_t rank) const;
-  Tensor OptionalInput(size_t index, const char* name, size_t rank) const;
+  Tensor Input(size_t index, Name name, size_t rank) const;
+  Tensor OptionalInput(size_t index, Name name, size_t rank) const;
   void* Output(size_t index, std::initializer_list<int64_t> dims) const;
   // Returns the stream in which an operator of a GPU launches its kernels.
   void* GpuStream() const;
 
-  // Runs task(0) .. task(count - 1) on the session's threads and waits; the first exception of a task is thrown here.
+  // Runs task(0) .. task(count - 1) on the workspace's threads, or on the session's where no workspace was chosen, and
+  // waits; the first exception of a task is thrown here.
   template <typename Task>
   void Parallel(size_t count, const Task& task) const {
     if (count <= 1) {
       for (size_t index = 0; index < count; ++index) task(index);
       return;
     }
-    Guarded<Task> guarded{&task, &Workspace(), {}, nullptr};
+    Guarded<Task> guarded{&task, ChosenWorkspace(), {}, nullptr};
     RunParallel(count, &Guarded<Task>::Run, &guarded);
     if (guarded.failure) std::rethrow_exception(guarded.failure);
   }
@@ -86,13 +102,13 @@ class Call {
   template <typename Task>
   struct Guarded {
     const Task* task;
-    CountingAllocator* workspace;
+    ModelWorkspace* workspace;
     std::mutex mutex;
     std::exception_ptr failure;
 
     static void Run(void* self, size_t index) noexcept {
       auto* guarded = static_cast<Guarded*>(self);
-      const WorkspaceOf counted(*guarded->workspace);
+      const WorkspaceOf counted(guarded->workspace);
       try {
         (*guarded->task)(index);
       } catch (...) {
@@ -106,6 +122,7 @@ class Call {
 
   const OrtApi* api_;
   OrtKernelContext* context_;
+  const std::vector<Tensor>& constants_;
 };
 
 // Throws OperatorError "<name> is <value>; <allowed>".
@@ -113,12 +130,12 @@ class Call {
 
 // Refuses unless ok. allowed: a text, or a function that makes it: operators check many values in each call.
 template <typename Allowed>
-void Require(bool ok, const char* name, int64_t value, const Allowed& allowed) {
+void Require(bool ok, Name name, int64_t value, const Allowed& allowed) {
   if (ok) return;
   if constexpr (std::is_invocable_v<Allowed>) {
-    Refuse(name, value, allowed());
+    Refuse(name.text(), value, allowed());
   } else {
-    Refuse(name, value, allowed);
+    Refuse(name.text(), value, allowed);
   }
 }
 
@@ -178,15 +195,19 @@ class Registration : public OrtCustomOp {
   struct Kernel {
     const OrtApi* api;
     Operator op;
+    std::vector<Tensor> constants;
   };
 
   static OrtStatus* Create(const OrtCustomOp*, const OrtApi* api, const OrtKernelInfo* info, void** kernel) {
-    return Guard(api, [&] { *kernel = new Kernel{api, Operator(Attributes(api, info))}; });
+    return Guard(api, [&] {
+      const Attributes attributes(api, info);
+      *kernel = new Kernel{api, Operator(attributes), attributes.ConstantInputs()};
+    });
   }
 
   static OrtStatus* Compute(void* kernel, OrtKernelContext* context) {
     const auto* self = static_cast<const Kernel*>(kernel);
-    return Guard(self->api, [&] { self->op.Run(Call(self->api, context)); });
+    return Guard(self->api, [&] { self->op.Run(Call(self->api, context, self->constants)); });
   }
 
   template <typename Body>

@@ -23,21 +23,20 @@ constexpr int64_t kTaskPanels = 4;
 
 constexpr int64_t kMaxInputs = 65536;  // 65536 * 255 * 127 still fits the 32-bit sums
 
-void CheckDims(const Tensor& tensor, const std::string& prefix, const char* name,
-               std::initializer_list<int64_t> dims) {
+void CheckDims(const Tensor& tensor, Name name, std::initializer_list<int64_t> dims) {
   size_t axis = 0;
   for (const int64_t dim : dims) {
     if (tensor.dims[axis] != dim) {
-      Refuse(prefix + name + " dimension " + std::to_string(axis), tensor.dims[axis],
+      Refuse(name.text() + " dimension " + std::to_string(axis), tensor.dims[axis],
              "it must be " + std::to_string(dim));
     }
     ++axis;
   }
 }
 
-const float* CheckedBias(const Tensor& bias, int64_t outputs, const std::string& prefix) {
+const float* CheckedBias(const Tensor& bias, int64_t outputs, const char* prefix) {
   if (!bias) return nullptr;
-  CheckDims(bias, prefix, "bias", {outputs});
+  CheckDims(bias, {prefix, "bias"}, {outputs});
   return bias.as<float>();
 }
 
@@ -103,45 +102,46 @@ Activation ActivationNamed(const std::string& name) {
 }
 
 FloatWeight CheckedWeight(const Tensor& weight, const Tensor& bias, int64_t inputs, int64_t outputs,
-                          const std::string& prefix) {
-  CheckDims(weight, prefix, "weight", {RoundUp(outputs, kPanel) / kPanel, inputs, kPanel});
+                          const char* prefix) {
+  CheckDims(weight, {prefix, "weight"}, {RoundUp(outputs, kPanel) / kPanel, inputs, kPanel});
   return {weight.as<float>(), CheckedBias(bias, outputs, prefix), inputs, outputs};
 }
 
 QuantizedWeight CheckedWeight(const Tensor& weight, const Tensor& scales, const Tensor& column_sums, const Tensor& bias,
-                              int64_t inputs, int64_t outputs, const std::string& prefix) {
+                              int64_t inputs, int64_t outputs, const char* prefix) {
   Require(inputs <= kMaxInputs, "inputs", inputs, [&] { return "it must be at most " + std::to_string(kMaxInputs); });
   const int64_t columns = RoundUp(outputs, kPanel), padded = RoundUp(inputs, kDepth);
-  CheckDims(weight, prefix, "weight", {columns / kPanel, padded / 4, kPanel, 4});
-  CheckDims(scales, prefix, "scales", {columns});
-  if (column_sums) CheckDims(column_sums, prefix, "column_sums", {columns});
+  CheckDims(weight, {prefix, "weight"}, {columns / kPanel, padded / 4, kPanel, 4});
+  CheckDims(scales, {prefix, "scales"}, {columns});
+  if (column_sums) CheckDims(column_sums, {prefix, "column_sums"}, {columns});
   return {weight.as<int8_t>(), scales.as<float>(), column_sums.as<int32_t>(), CheckedBias(bias, outputs, prefix),
           padded, outputs};
 }
 
 NibbleWeight CheckedWeight(const Tensor& weight, const Tensor& ratios, const Tensor& scales, const Tensor& offsets,
-                           const Tensor& bias, int64_t inputs, int64_t outputs, const std::string& prefix) {
+                           const Tensor& bias, int64_t inputs, int64_t outputs, const char* prefix) {
   Require(inputs <= kMaxInputs, "inputs", inputs, [&] { return "it must be at most " + std::to_string(kMaxInputs); });
   const int64_t columns = RoundUp(outputs, kPanel), padded = RoundUp(inputs, kDepth);
-  CheckDims(weight, prefix, "weight", {columns / kPanel, padded / 8, kPanel, 4});
-  CheckDims(ratios, prefix, "ratios", {columns / kPanel, padded / kNibbleGroup, kPanel});
-  CheckDims(scales, prefix, "scales", {columns});
-  CheckDims(offsets, prefix, "offsets", {columns});
+  CheckDims(weight, {prefix, "weight"}, {columns / kPanel, padded / 8, kPanel, 4});
+  CheckDims(ratios, {prefix, "ratios"}, {columns / kPanel, padded / kNibbleGroup, kPanel});
+  CheckDims(scales, {prefix, "scales"}, {columns});
+  CheckDims(offsets, {prefix, "offsets"}, {columns});
   return {weight.as<uint8_t>(), ratios.as<uint16_t>(), scales.as<float>(), offsets.as<float>(),
           CheckedBias(bias, outputs, prefix), padded, outputs};
 }
 
 Outliers CheckedOutliers(const Tensor& columns, const Tensor& weight, int64_t inputs, int64_t outputs,
-                         const std::string& prefix) {
+                         const char* prefix) {
   if (!columns && !weight) return {};
-  if (!columns) throw OperatorError(prefix + "outlier_inputs is missing beside " + prefix + "outlier_weight");
-  if (!weight) throw OperatorError(prefix + "outlier_weight is missing beside " + prefix + "outlier_inputs");
+  const Name inputs_name(prefix, "outlier_inputs"), weight_name(prefix, "outlier_weight");
+  if (!columns) throw OperatorError(inputs_name.text() + " is missing beside " + weight_name.text());
+  if (!weight) throw OperatorError(weight_name.text() + " is missing beside " + inputs_name.text());
   const int64_t count = columns.dims[0];
-  CheckDims(weight, prefix, "outlier_weight", {RoundUp(outputs, kPanel) / kPanel, count, kPanel});
+  CheckDims(weight, weight_name, {RoundUp(outputs, kPanel) / kPanel, count, kPanel});
   const auto* ids = columns.as<int32_t>();
   for (int64_t i = 0; i < count; ++i) {
     if (ids[i] < 0 || ids[i] >= inputs) {
-      Refuse(prefix + "outlier_inputs", ids[i], "it must be 0 to " + std::to_string(inputs - 1));
+      Refuse(inputs_name.text(), ids[i], "it must be 0 to " + std::to_string(inputs - 1));
     }
   }
   return {ids, weight.as<float>(), count};

@@ -16,15 +16,15 @@ Activation ActivationNamed(const std::string& name);
 // The packed weights of a call, checked against `inputs` and `outputs`; bias can be an absent Tensor. prefix: of the
 // names of these inputs.
 FloatWeight CheckedWeight(const Tensor& weight, const Tensor& bias, int64_t inputs, int64_t outputs,
-                          const std::string& prefix = "");
+                          const char* prefix = "");
 QuantizedWeight CheckedWeight(const Tensor& weight, const Tensor& scales, const Tensor& column_sums, const Tensor& bias,
-                              int64_t inputs, int64_t outputs, const std::string& prefix = "");
+                              int64_t inputs, int64_t outputs, const char* prefix = "");
 NibbleWeight CheckedWeight(const Tensor& weight, const Tensor& ratios, const Tensor& scales, const Tensor& offsets,
-                           const Tensor& bias, int64_t inputs, int64_t outputs, const std::string& prefix = "");
+                           const Tensor& bias, int64_t inputs, int64_t outputs, const char* prefix = "");
 
 // Outliers of a product with `inputs` inputs; both tensors can be absent, and are so together.
 Outliers CheckedOutliers(const Tensor& columns, const Tensor& weight, int64_t inputs, int64_t outputs,
-                         const std::string& prefix = "");
+                         const char* prefix = "");
 
 // out [rows, outputs] = act(x [rows, inputs] W + b). Rows and columns are divided into independent tasks.
 void Multiply(const Call& call, const float* x, int64_t rows, int64_t inputs, const FloatWeight& weight,

@@ -19,7 +19,7 @@ namespace antiphon {
 
 namespace {
 
-thread_local CountingAllocator* t_workspace = nullptr;
+thread_local ModelWorkspace* t_workspace = nullptr;
 
 }  // namespace
 
@@ -29,20 +29,23 @@ CountingAllocator& ProcessWorkspace() {
   return *workspace;
 }
 
-CountingAllocator& Workspace() { return t_workspace != nullptr ? *t_workspace : ProcessWorkspace(); }
+CountingAllocator& Workspace() { return t_workspace != nullptr ? t_workspace->allocator : ProcessWorkspace(); }
 
-CountingAllocator* UseWorkspace(CountingAllocator* workspace) noexcept { return std::exchange(t_workspace, workspace); }
+ModelWorkspace* ChosenWorkspace() noexcept { return t_workspace; }
+
+ModelWorkspace* UseWorkspace(ModelWorkspace* workspace) noexcept { return std::exchange(t_workspace, workspace); }
 
 }  // namespace antiphon
 
 namespace {
 
 using antiphon::CountingAllocator;
+using antiphon::ModelWorkspace;
 using antiphon::Workspace;
 
-// The allocator that Python names, nullptr for the process's own.
-CountingAllocator& Named(CountingAllocator* workspace) {
-  return workspace != nullptr ? *workspace : antiphon::ProcessWorkspace();
+// The allocator of the workspace that Python names, nullptr for the process's own.
+CountingAllocator& Named(ModelWorkspace* workspace) {
+  return workspace != nullptr ? workspace->allocator : antiphon::ProcessWorkspace();
 }
 
 OrtMemoryInfo* g_memory_info = nullptr;
@@ -161,7 +164,7 @@ ANTIPHON_EXPORT OrtStatus* RegisterCustomOps(OrtSessionOptions* options, const O
 
 // Raise it whenever operators, their packing or these functions change: model/antiphon/ops/workspace.py refuses a library with
 // another number than its own.
-ANTIPHON_EXPORT int antiphon_native_version() { return 9; }
+ANTIPHON_EXPORT int antiphon_native_version() { return 10; }
 
 // The signature of every operator, one per line; a test compares them with the declarations in model/antiphon/ops/operators.
 ANTIPHON_EXPORT const char* antiphon_operators() {
@@ -185,25 +188,38 @@ ANTIPHON_EXPORT const char* antiphon_kernels() {
 // The table of these kernels, for the benchmark; null for an unknown name, or where the processor cannot run them.
 ANTIPHON_EXPORT const antiphon::Kernels* antiphon_kernel_table(const char* name) { return antiphon::KernelsNamed(name); }
 
-// Creates another allocator, for a thread to use. It is never destroyed, since blocks can outlive its user; 3 KiB each.
-ANTIPHON_EXPORT CountingAllocator* antiphon_workspace_create() { return new CountingAllocator; }
+// Creates a workspace for the runs of one model, each on this number of threads. nullptr if a thread cannot start. Its
+// allocator is never destroyed, since blocks can outlive its user; 4 KiB each.
+ANTIPHON_EXPORT ModelWorkspace* antiphon_workspace_create(size_t threads) {
+  try {
+    return new ModelWorkspace(threads);
+  } catch (const std::exception&) {
+    return nullptr;
+  }
+}
 
-// Ends the use of an allocator; blocks still in use go back to the operating system when they are freed.
-ANTIPHON_EXPORT void antiphon_workspace_close(CountingAllocator* workspace) { workspace->Close(); }
+// Ends the use of a workspace, and its threads; blocks still in use go back to the operating system when they are freed.
+ANTIPHON_EXPORT void antiphon_workspace_close(ModelWorkspace* workspace) {
+  workspace->pool.Close();
+  workspace->allocator.Close();
+}
 
-// Makes the calling thread allocate from it; nullptr is the process's own allocator. Returns the previous allocator.
-ANTIPHON_EXPORT CountingAllocator* antiphon_workspace_use(CountingAllocator* workspace) {
+// Makes the calling thread use it; nullptr is the process's own allocator. Returns the previous workspace.
+ANTIPHON_EXPORT ModelWorkspace* antiphon_workspace_use(ModelWorkspace* workspace) {
   return antiphon::UseWorkspace(workspace);
 }
 
-ANTIPHON_EXPORT void antiphon_workspace_stats(CountingAllocator* workspace, antiphon::WorkspaceStats* out) {
+ANTIPHON_EXPORT void antiphon_workspace_stats(ModelWorkspace* workspace, antiphon::WorkspaceStats* out) {
   *out = Named(workspace).Stats();
 }
 
-ANTIPHON_EXPORT void antiphon_workspace_reset_peak(CountingAllocator* workspace) { Named(workspace).ResetPeak(); }
+// Returns the bytes in use.
+ANTIPHON_EXPORT uint64_t antiphon_workspace_reset_peak(ModelWorkspace* workspace) { return Named(workspace).ResetPeak(); }
 
-ANTIPHON_EXPORT void antiphon_workspace_set_limit(CountingAllocator* workspace, uint64_t bytes) {
+ANTIPHON_EXPORT uint64_t antiphon_workspace_peak(ModelWorkspace* workspace) { return Named(workspace).Stats().peak_bytes; }
+
+ANTIPHON_EXPORT void antiphon_workspace_set_limit(ModelWorkspace* workspace, uint64_t bytes) {
   Named(workspace).SetLimit(bytes);
 }
 
-ANTIPHON_EXPORT void antiphon_workspace_trim(CountingAllocator* workspace) { Named(workspace).Trim(); }
+ANTIPHON_EXPORT void antiphon_workspace_trim(ModelWorkspace* workspace) { Named(workspace).Trim(); }

@@ -60,9 +60,9 @@ class ResidualNorm {
   }
 
   static const float* Parameter(const Call& call, size_t index, const char* prefix, const char* name, int64_t width) {
-    const std::string full = std::string(prefix) + name;
-    const Tensor tensor = call.OptionalInput(index, full.c_str(), 1);
-    if (tensor) Require(tensor.dims[0] == width, full.c_str(), tensor.dims[0], "its length must be the width of x");
+    const Name full(prefix, name);
+    const Tensor tensor = call.OptionalInput(index, full, 1);
+    if (tensor) Require(tensor.dims[0] == width, full, tensor.dims[0], "its length must be the width of x");
     return tensor.as<float>();
   }
 

@@ -15,16 +15,16 @@ constexpr float kLargest = std::numeric_limits<float>::max();
 
 // An operand with one row of parameters for each sample.
 template <typename T>
-const T* Params(const Call& call, size_t index, const std::string& name, int64_t count, int64_t columns) {
-  const Tensor tensor = call.Input(index, name.c_str(), 2);
-  Require(tensor.dims[0] == count, ("rows of " + name).c_str(), tensor.dims[0], "they must be the number of picks");
-  Require(tensor.dims[1] == columns, ("columns of " + name).c_str(), tensor.dims[1],
+const T* Params(const Call& call, size_t index, const char* name, int64_t count, int64_t columns) {
+  const Tensor tensor = call.Input(index, name, 2);
+  Require(tensor.dims[0] == count, {"rows of ", name}, tensor.dims[0], "they must be the number of picks");
+  Require(tensor.dims[1] == columns, {"columns of ", name}, tensor.dims[1],
           [&] { return "they must be " + std::to_string(columns); });
   return tensor.as<T>();
 }
 
 void RequireOfSample(bool ok, const char* name, int64_t sample, const char* allowed) {
-  Require(ok, (std::string(name) + " of sample").c_str(), sample, allowed);
+  Require(ok, {name, " of sample"}, sample, allowed);
 }
 
 // An edited value: never NaN, and never above the largest float, so that weights are numbers.

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <array>
-#include <string>
 
 #include "operator.h"
 #include "product.h"
@@ -16,10 +15,10 @@ namespace antiphon {
 //   outliers at `outliers`; prefix: of their names.
 constexpr std::array<Port, 2> kOptionalOutliers = {{{kInt32, kOptional}, {kFloat32, kOptional}}};
 
-inline Outliers ReadOutliers(const Call& call, size_t first, const std::string& prefix, int64_t inputs,
+inline Outliers ReadOutliers(const Call& call, size_t first, const char* prefix, int64_t inputs,
                              int64_t outputs) {
-  return CheckedOutliers(call.OptionalInput(first, (prefix + "outlier_inputs").c_str(), 1),
-                         call.OptionalInput(first + 1, (prefix + "outlier_weight").c_str(), 3), inputs, outputs,
+  return CheckedOutliers(call.OptionalInput(first, {prefix, "outlier_inputs"}, 1),
+                         call.OptionalInput(first + 1, {prefix, "outlier_weight"}, 3), inputs, outputs,
                          prefix);
 }
 
@@ -29,10 +28,10 @@ struct Float32Inputs {
   static constexpr std::array<Port, 2> kPorts = {{{kFloat32}, {kFloat32, kOptional}}};
   static constexpr std::array<Port, 0> kOutlierPorts{};
 
-  static Weight Read(const Call& call, size_t first, size_t, const std::string& prefix, int64_t inputs,
+  static Weight Read(const Call& call, size_t first, size_t, const char* prefix, int64_t inputs,
                      int64_t outputs) {
-    return CheckedWeight(call.Input(first, (prefix + "weight").c_str(), 3),
-                         call.OptionalInput(first + 1, (prefix + "bias").c_str(), 1), inputs, outputs, prefix);
+    return CheckedWeight(call.Input(first, {prefix, "weight"}, 3),
+                         call.OptionalInput(first + 1, {prefix, "bias"}, 1), inputs, outputs, prefix);
   }
 };
 
@@ -43,13 +42,13 @@ struct Int8Inputs {
   static constexpr std::array<Port, 4> kPorts = {{{kInt8}, {kFloat32}, {kInt32}, {kFloat32, kOptional}}};
   static constexpr auto kOutlierPorts = kOptionalOutliers;
 
-  static Weight Read(const Call& call, size_t first, size_t outliers, const std::string& prefix, int64_t inputs,
+  static Weight Read(const Call& call, size_t first, size_t outliers, const char* prefix, int64_t inputs,
                      int64_t outputs) {
     Weight weight =
-        CheckedWeight(call.Input(first, (prefix + "weight").c_str(), 4),
-                      call.Input(first + 1, (prefix + "scales").c_str(), 1),
-                      call.Input(first + 2, (prefix + "column_sums").c_str(), 1),
-                      call.OptionalInput(first + 3, (prefix + "bias").c_str(), 1), inputs, outputs, prefix);
+        CheckedWeight(call.Input(first, {prefix, "weight"}, 4),
+                      call.Input(first + 1, {prefix, "scales"}, 1),
+                      call.Input(first + 2, {prefix, "column_sums"}, 1),
+                      call.OptionalInput(first + 3, {prefix, "bias"}, 1), inputs, outputs, prefix);
     weight.outliers = ReadOutliers(call, outliers, prefix, inputs, outputs);
     return weight;
   }
@@ -63,14 +62,14 @@ struct Int4Inputs {
       {{kInt8}, {kFloat16}, {kFloat32}, {kFloat32}, {kFloat32, kOptional}}};
   static constexpr auto kOutlierPorts = kOptionalOutliers;
 
-  static Weight Read(const Call& call, size_t first, size_t outliers, const std::string& prefix, int64_t inputs,
+  static Weight Read(const Call& call, size_t first, size_t outliers, const char* prefix, int64_t inputs,
                      int64_t outputs) {
     Weight weight =
-        CheckedWeight(call.Input(first, (prefix + "weight").c_str(), 4),
-                      call.Input(first + 1, (prefix + "ratios").c_str(), 3),
-                      call.Input(first + 2, (prefix + "scales").c_str(), 1),
-                      call.Input(first + 3, (prefix + "offsets").c_str(), 1),
-                      call.OptionalInput(first + 4, (prefix + "bias").c_str(), 1), inputs, outputs, prefix);
+        CheckedWeight(call.Input(first, {prefix, "weight"}, 4),
+                      call.Input(first + 1, {prefix, "ratios"}, 3),
+                      call.Input(first + 2, {prefix, "scales"}, 1),
+                      call.Input(first + 3, {prefix, "offsets"}, 1),
+                      call.OptionalInput(first + 4, {prefix, "bias"}, 1), inputs, outputs, prefix);
     weight.outliers = ReadOutliers(call, outliers, prefix, inputs, outputs);
     return weight;
   }

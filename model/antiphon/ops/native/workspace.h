@@ -1,6 +1,6 @@
-// The counting allocators that ONNX Runtime's sessions and the kernels of this library allocate from.
+// What the runs of one model use: an allocator that counts and limits memory, and threads.
 //
-// ONNX Runtime has one allocator in a process. The calling thread chooses which of our allocators it uses, so that each
+// ONNX Runtime has one allocator in a process. The calling thread chooses the workspace that it uses, so that each
 // model's memory is counted and limited separately. A block goes back to the allocator that it is from.
 #pragma once
 
@@ -8,28 +8,39 @@
 #include <utility>
 
 #include "counting_allocator.h"
+#include "thread_pool.h"
 
 namespace antiphon {
+
+struct ModelWorkspace {
+  // threads: of one run, the caller's included.
+  explicit ModelWorkspace(size_t threads) : pool(threads - 1) {}
+  CountingAllocator allocator;
+  ThreadPool pool;
+};
 
 // The process's own allocator.
 CountingAllocator& ProcessWorkspace();
 
-// The allocator of the calling thread: the one that it chose, or the process's own.
+// The allocator of the calling thread: that of the workspace that it chose, or the process's own.
 CountingAllocator& Workspace();
 
-// Makes the calling thread use an allocator, nullptr for the process's own. Returns the previous one.
-CountingAllocator* UseWorkspace(CountingAllocator* workspace) noexcept;
+// The workspace that the calling thread chose, or nullptr.
+ModelWorkspace* ChosenWorkspace() noexcept;
 
-// Makes a thread of a pool use the allocator of the thread that it works for.
+// Makes the calling thread use a workspace, nullptr for the process's own allocator. Returns the previous one.
+ModelWorkspace* UseWorkspace(ModelWorkspace* workspace) noexcept;
+
+// Makes a thread of a pool use the workspace of the thread that it works for.
 class WorkspaceOf {
  public:
-  explicit WorkspaceOf(CountingAllocator& workspace) noexcept : previous_(UseWorkspace(&workspace)) {}
+  explicit WorkspaceOf(ModelWorkspace* workspace) noexcept : previous_(UseWorkspace(workspace)) {}
   WorkspaceOf(const WorkspaceOf&) = delete;
   WorkspaceOf& operator=(const WorkspaceOf&) = delete;
   ~WorkspaceOf() { UseWorkspace(previous_); }
 
  private:
-  CountingAllocator* previous_;
+  ModelWorkspace* previous_;
 };
 
 // Working memory of a kernel for one call or one task. It is counted like every tensor of the graph, and not cleared.

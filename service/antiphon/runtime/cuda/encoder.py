@@ -26,10 +26,10 @@ from antiphon.runtime.cuda.step_buffers import Layout
 from antiphon.runtime.encoder import (
     check_table_lens,
     checked_lengths,
+    fill_tables,
     offsets_of,
     parts_of,
     positions_of,
-    tables_of,
     types_of,
 )
 from antiphon.runtime.runner import EncodeReport
@@ -74,25 +74,25 @@ class CudaEncoder:
         """
         lengths = self._checked(sources, block_tables)
         memory = []
-        for part in parts_of(lengths.tolist(), RUN_TOKENS):
+        for part in parts_of(lengths, RUN_TOKENS):
             arrays = self._packed(sources[part], block_tables[part], type_ids[part], lengths[part])
-            num_tokens = int(lengths[part].sum())
+            num_tokens = sum(lengths[part])
             states = self._launch(arrays, num_tokens)
             if keep_memory or self._pool is None:
                 memory.append(self._read(states, num_tokens))
         return EncodeReport(
             rows=len(sources),
-            num_tokens=int(lengths.sum()),
-            longest=int(lengths.max()),
+            num_tokens=sum(lengths),
+            longest=max(lengths),
             peak_workspace_bytes=None,
             predicted_fused_bytes=None,
             predicted_materialised_bytes=self._model.num_heads
             * bytes_of(self._precision)
-            * int(np.square(lengths).sum()),
+            * sum(length * length for length in lengths),
             memory=np.concatenate(memory) if memory else None,
         )
 
-    def _checked(self, sources: Sequence[Sequence[int]], block_tables: Sequence[Sequence[int]]) -> NDArray[np.int64]:
+    def _checked(self, sources: Sequence[Sequence[int]], block_tables: Sequence[Sequence[int]]) -> list[int]:
         lengths = checked_lengths(sources, self._model.max_source_len)
         vocab_size = self._model.resolved_source_vocab_size
         lowest, highest = min(map(min, sources)), max(map(max, sources))
@@ -108,19 +108,20 @@ class CudaEncoder:
         sources: Sequence[Sequence[int]],
         block_tables: Sequence[Sequence[int]],
         type_ids: Sequence[Sequence[int]],
-        lengths: NDArray[np.int64],
+        lengths: Sequence[int],
     ) -> Arrays:
         """Return the graph's inputs of one pass."""
-        tiles = [(row, first) for row, length in enumerate(lengths.tolist()) for first in range(0, length, TILE)]
+        tiles = [(row, first) for row, length in enumerate(lengths) for first in range(0, length, TILE)]
         arrays: Arrays = {
-            "tokens": np.fromiter(chain.from_iterable(sources), np.int32, int(lengths.sum())),
+            "tokens": np.fromiter(chain.from_iterable(sources), np.int32, sum(lengths)),
             "positions": positions_of(lengths),
             "offsets": offsets_of(lengths),
             "tiles": np.array(tiles, np.int32),
         }
         if self._pool is not None:
             arrays["rows"] = np.repeat(np.arange(len(sources), dtype=np.int32), lengths)
-            arrays["tables"] = tables_of(block_tables, blocks_for(int(lengths.max())))
+            arrays["tables"] = np.zeros((len(sources), blocks_for(max(lengths))), np.int32)
+            fill_tables(arrays["tables"], block_tables)
         elif self._model.token_types:
             arrays["types"] = _checked_types(type_ids, lengths, self._model.token_types)
         return arrays
