@@ -41,6 +41,10 @@ class Task(enum.Enum):
     NEXT_SENTENCE = "next_sentence"
 
 
+TARGET_TASKS = (Task.GENERATE, Task.SCORE)
+"""Tasks for which the decoder runs."""
+
+
 class Pooling(enum.Enum):
     """Reduction of the encoder output to one vector."""
 
@@ -168,7 +172,7 @@ class Request:
     @property
     def has_target(self) -> bool:
         """True when the decoder runs: a target is generated or scored."""
-        return self.task in (Task.GENERATE, Task.SCORE)
+        return self.task in TARGET_TASKS
 
     @property
     def head(self) -> HeadTask | None:
@@ -303,9 +307,9 @@ class TokenLogprob:
     alternatives: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class TokenEvent:
-    """New tokens of one output of a request, oldest first.
+    """New tokens of one output of a request, oldest first. Not changed once its stream has it; frozen ones cost more.
 
     Exactly one event of each output has a finish reason, and exactly one event of the request is its last. An error
     ends the request with one last event, even if outputs are unfinished.

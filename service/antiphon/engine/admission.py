@@ -8,7 +8,7 @@ from antiphon.architecture.heads import HeadConfig
 from antiphon.architecture.heads import Task as HeadTask
 from antiphon.domain.errors import InvalidArgument, InWords, Unsupported
 from antiphon.domain.limits import EngineLimits
-from antiphon.domain.request import Pooling, Request, Task, head_of
+from antiphon.domain.request import TARGET_TASKS, Pooling, Request, Task, head_of
 from antiphon.domain.sampling_params import check_tokens
 from antiphon.engine.kv_cache import first_blocks, may_run_short
 from antiphon.engine.sequence import SequenceGroup
@@ -73,7 +73,7 @@ def admit(request: Request, stream: OutputStream, limits: AdmissionLimits) -> Se
 
 def check_ability(task: Task, pooling: Pooling, limits: AdmissionLimits) -> None:
     """Raise Unsupported if the model can never do this task; the error names the tasks that it can do."""
-    if task in (Task.GENERATE, Task.SCORE):
+    if task in TARGET_TASKS:
         if not limits.facts.has_decoder:
             raise Unsupported(
                 f"this is an encoder-only model, which generates nothing; it gives embeddings{_listed(limits)}"

@@ -5,7 +5,6 @@ This module changes only the state of a sequence that depends on its tokens. It 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass
@@ -216,17 +215,14 @@ def beam_events(
 
 
 def last_of(events: list[TokenEvent], group: SequenceGroup, timing: Timing) -> list[TokenEvent]:
-    """Return the same events, the last of them marked as the request's last."""
-    *earlier, last = events
-    last = dataclasses.replace(
-        last,
-        is_last=True,
-        num_generated=group.num_generated,
-        timing=timing,
-        cache_blocks=group.peak_blocks,
-        beam_steps=group.beam_steps,
-    )
-    return [*earlier, last]
+    """Return the events, the last of them marked as the request's last."""
+    last = events[-1]
+    last.is_last = True
+    last.num_generated = group.num_generated
+    last.timing = timing
+    last.cache_blocks = group.peak_blocks
+    last.beam_steps = group.beam_steps
+    return events
 
 
 def _hypothesis_event(group: SequenceGroup, index: int, hypothesis: Hypothesis, num_streamed: int) -> TokenEvent:

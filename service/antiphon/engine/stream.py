@@ -10,13 +10,13 @@ where the packed numbers take 170 bytes.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import enum
 import struct
 from array import array
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
 from collections.abc import Sequence as SequenceABC
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any, Protocol, cast
@@ -282,10 +282,10 @@ class OutputStream:
         if event.is_last:
             self._end_window()
             self._stage = _Stage.EXHAUSTED
-        if not tokens:  # the event has all tokens itself
-            return event
-        token_ids, logprobs = tokens.take()
-        return dataclasses.replace(event, token_ids=token_ids + event.token_ids, logprobs=logprobs + event.logprobs)
+        if tokens is not None and len(tokens) > 0:
+            token_ids, logprobs = tokens.take()
+            event.token_ids, event.logprobs = token_ids + event.token_ids, logprobs + event.logprobs
+        return event
 
     def _take_tokens(self) -> TokenEvent:
         index, tokens = next(pair for pair in self._pending.items() if len(pair[1]))
@@ -319,7 +319,7 @@ def _bytes_of(event: TokenEvent) -> int:
     return token_bytes + bytes_of_logprobs(event.logprobs) + _BEAM_BYTES * num_beams + encoder_bytes
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class _Output:
     """Sink of an output after the first."""
 
@@ -338,7 +338,7 @@ class _Output:
         self.stream.push_to(self.index, item)
 
 
-@dataclasses.dataclass(slots=True)
+@dataclass(slots=True)
 class _LoopBatch:
     """The part of one step that one event loop receives: items[i] for streams[i], then terminal events.
 

@@ -227,16 +227,22 @@ def test_workspace_library_refuses_an_onnx_runtime_without_its_interface(workspa
 
 @pytest.mark.combinations
 @pytest.mark.parametrize("sanitizers", ["address,undefined", "thread"])
-def test_allocator_is_clean_under_sanitizers(tmp_path: Path, sanitizers: str) -> None:
+@pytest.mark.parametrize(
+    ("source", "stress"),
+    [("counting_allocator.cc", "allocator_stress.cc"), ("thread_pool.cc", "thread_pool_stress.cc")],
+)
+def test_allocator_and_threads_are_clean_under_sanitizers(
+    tmp_path: Path, source: str, stress: str, sanitizers: str
+) -> None:
     compiler = shutil.which("c++")
     if compiler is None:
         pytest.skip("no C++ compiler")
     program = tmp_path / "stress"
-    sources = [NATIVE / "counting_allocator.cc", Path(__file__).with_name("allocator_stress.cc")]
+    sources = [NATIVE / source, Path(__file__).with_name(stress)]
     flags = ["-std=c++17", "-O1", "-g", "-pthread", f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all"]
     built = subprocess.run([compiler, *flags, f"-I{NATIVE}", "-o", program, *sources], capture_output=True, text=True)
     if built.returncode and "cannot find" in built.stderr:
         pytest.skip(f"no sanitizer runtime: {built.stderr.strip()}")
     assert built.returncode == 0, built.stderr
-    done = subprocess.run([program], capture_output=True, text=True)
+    done = subprocess.run([program], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

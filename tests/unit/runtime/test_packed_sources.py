@@ -21,20 +21,21 @@ def test_passes_are_bounded_and_cover_every_source(lengths: list[int]) -> None:
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=8))
 def test_positions_start_again_at_every_source(lengths: list[int]) -> None:
-    packed = np.array(lengths, np.int64)
-    offsets, positions = packed_sources.offsets_of(packed), packed_sources.positions_of(packed)
+    offsets, positions = packed_sources.offsets_of(lengths), packed_sources.positions_of(lengths)
     assert positions.tolist() == [position for length in lengths for position in range(length)]
     assert np.diff(offsets).tolist() == lengths
 
 
 def test_types_are_zero_for_sources_without_types() -> None:
-    lengths = np.array([2, 3, 1], np.int64)
+    lengths = [2, 3, 1]
     assert packed_sources.types_of([(1, 1), (), (2,)], lengths).tolist() == [1, 1, 0, 0, 0, 2]
     assert packed_sources.types_of((), lengths).tolist() == [0] * 6
 
 
 def test_tables_are_padded_with_zeros() -> None:
-    assert packed_sources.tables_of([[3], [4, 5]], 3).tolist() == [[3, 0, 0], [4, 5, 0]]
+    tables = np.full((2, 3), 9, np.int32)
+    packed_sources.fill_tables(tables, [[3], [4, 5]])
+    assert tables.tolist() == [[3, 0, 0], [4, 5, 0]]
 
 
 @pytest.mark.parametrize("sources", [[], [[]], [[1] * 5]])
@@ -45,7 +46,7 @@ def test_lengths_out_of_range_are_refused(sources: list[list[int]]) -> None:
 
 def test_a_table_of_another_length_is_refused() -> None:
     with pytest.raises(ValueError, match=r"sources of \[17\] tokens cannot fill tables of \[1\] blocks"):
-        packed_sources.check_table_lens([[0]], np.array([17], np.int64))
+        packed_sources.check_table_lens([[0]], [17])
 
 
 NUM_BYTES = 256 << 20

@@ -193,7 +193,7 @@ def _check_blocks(block_tables: Sequence[Sequence[int]], num_blocks: int) -> Non
             raise ValueError(f"blocks {min(table)} to {max(table)} are not of this pool of {num_blocks}")
 
 
-def _checked_types(type_ids: Sequence[Sequence[int]], lengths: NDArray[np.int64], num_types: int) -> NDArray[np.int32]:
+def _checked_types(type_ids: Sequence[Sequence[int]], lengths: Sequence[int], num_types: int) -> NDArray[np.int32]:
     """Return the token types of packed sources. Raises ValueError for a type out of range."""
     types = types_of(type_ids, lengths)
     if types.min() < 0 or types.max() >= num_types:
