@@ -143,8 +143,7 @@ class EncoderRunner(PartialRunner):
         encoder = Graph(bundle.file(graphs.encoder_file), "encoder", self.workspace)
         self._encoder = NativeEncoder(encoder, model, self.workspace, bundle.memory_fit(graphs), cache=None)
         self._head_graphs = {
-            task: Graph(bundle.file(graphs.heads[task]), f"{task} head", self.workspace)
-            for task in self.facts.heads
+            task: Graph(bundle.file(graphs.heads[task]), f"{task} head", self.workspace) for task in self.facts.heads
         }
         for graph in self._head_graphs.values():
             graph.require(["hidden"], ["outputs"])
