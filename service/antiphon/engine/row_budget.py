@@ -9,7 +9,8 @@ share are given again only when none has been taken for CALM_STEPS.
 
 A request of several samples runs with the rows that are free; its other outputs wait here. A beam search keeps all its
 rows until its end, as does every request on graphs that cannot resume from a cache. One caller receives at most seven
-in eight of all rows in this way, except for its first request.
+in eight of all rows in this way, except for its first request, unless no other one has held or wanted rows for
+LONE_STEPS.
 
 If the pool could run short, a request of one row first takes the blocks of its source and of its first input, and one
 more block whenever it is about to write beyond them. If no block is free at that time, one of the growing requests is
@@ -36,6 +37,8 @@ from antiphon.engine.sequence import Sequence, SequenceGroup
 # Rows that are kept until their outputs end could prevent all others from starting. 1 / FIXED_RESERVE of all rows is
 # therefore closed to such rows of one caller.
 FIXED_RESERVE = 8
+# Steps without another caller after which all rows are open to one caller. The next one then waits until an output ends.
+LONE_STEPS = 1000
 # A row that becomes free without preemption costs nothing. The scheduler waits up to MAX_DEFERRED_STEPS for several of
 # them, so no row is taken before that.
 PATIENCE_STEPS = MAX_DEFERRED_STEPS + 1
@@ -52,10 +55,17 @@ class Shares:
     """Rows and blocks that the callers of admitted groups hold.
 
     num_rows, num_blocks: totals of the engine. callers: names of those that hold or want rows.
+    num_fixed_rows: rows that one caller may keep until its outputs end.
     """
 
     def __init__(
-        self, groups: Iterable[SequenceGroup], callers: Iterable[str], *, num_rows: int, num_blocks: int
+        self,
+        groups: Iterable[SequenceGroup],
+        callers: Iterable[str],
+        *,
+        num_rows: int,
+        num_blocks: int,
+        num_fixed_rows: int,
     ) -> None:
         self.rows: Counter[str] = Counter()
         self.blocks: Counter[str] = Counter()
@@ -66,7 +76,7 @@ class Shares:
         self._totals = num_rows, num_blocks
         self._num_rows = max(1, num_rows // max(1, len(self._callers)))
         self._num_blocks = num_blocks // max(1, len(self._callers))
-        self._max_fixed_rows = num_rows - num_rows // FIXED_RESERVE
+        self._max_fixed_rows = num_fixed_rows
 
     @property
     def is_contended(self) -> bool:
@@ -104,7 +114,9 @@ class Shares:
     def copy(self) -> Shares:
         """Return an independent copy."""
         num_rows, num_blocks = self._totals
-        copy = Shares((), self._callers, num_rows=num_rows, num_blocks=num_blocks)
+        copy = Shares(
+            (), self._callers, num_rows=num_rows, num_blocks=num_blocks, num_fixed_rows=self._max_fixed_rows
+        )
         copy.rows, copy.blocks, copy._fixed_rows = self.rows.copy(), self.blocks.copy(), self._fixed_rows.copy()
         return copy
 
@@ -157,6 +169,8 @@ class Lane:
     """Steps in a row in which callers within their shares wanted rows and received none."""
     favoured: dict[str, int] = field(default_factory=dict)
     """Callers for whom rows were taken, and the step until which this counts."""
+    num_lone_steps: int = LONE_STEPS
+    """Steps since more than one caller held or wanted rows."""
     num_quiet_steps: int = 0
     """Steps for which no row needs another block."""
     budget_tokens: int = 0
@@ -294,6 +308,8 @@ class RowBudget:
         Call it once a step, before any group joins. pause: preempts one output and frees its row and blocks.
         """
         lane.num_steps += 1
+        is_contended = len(self._callers) > 1 or (bool(self._queue) and self.is_contended(lane))
+        lane.num_lone_steps = 0 if is_contended else lane.num_lone_steps + 1
         lane.shares, lane.budget_tokens = None, self._limits.max_num_batched_tokens
         lane.has_taken = False
         lane.favoured = {caller: until for caller, until in lane.favoured.items() if until > lane.num_steps}
@@ -405,11 +421,14 @@ class RowBudget:
     def _shares(self, lane: Lane) -> Shares:
         """Return the rows and blocks that callers hold at this step of a lane, in all lanes."""
         if lane.shares is None:
+            num_rows = self._limits.max_num_seqs
+            reserve = 0 if lane.num_lone_steps >= LONE_STEPS else num_rows // FIXED_RESERVE
             lane.shares = Shares(
                 (group for other in self.lanes for group in other.groups.values()),
                 self._queue.clients | lane.favoured.keys(),
-                num_rows=self._limits.max_num_seqs,
+                num_rows=num_rows,
                 num_blocks=self._cache.pool.num_blocks,
+                num_fixed_rows=num_rows - reserve,
             )
         return lane.shares
 

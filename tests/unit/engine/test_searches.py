@@ -118,21 +118,21 @@ def test_sources_of_searches_are_encoded_early_and_their_beams_start_together(be
     runs: list[int] = []
     bench.runner.before_encode = lambda sources: runs.append(len(sources))
     limited = dataclasses.replace(params, time_limit_s=5.0)
-    asked = [params, limited, params, *[params] * 6]
+    asked = [params, params, limited, params, *[params] * 6]
     groups = [bench.add(str(i), source_of(target_len=9, length=2, variant=i), one) for i, one in enumerate(asked)]
     bench.step()
-    assert runs == [3]  # one search of four rows, and two early ones
-    assert [group.num_running_rows for group in groups[:4]] == [4, 0, 0, 0]
-    assert [group.state for group in groups[:4]] == [*[SequenceState.RUNNING] * 3, SequenceState.WAITING]
+    assert runs == [4]  # two searches of four rows, and two early ones
+    assert [group.num_running_rows for group in groups[:5]] == [4, 4, 0, 0, 0]
+    assert [group.state for group in groups[:5]] == [*[SequenceState.RUNNING] * 4, SequenceState.WAITING]
     bench.clock.advance(5.0)
-    bench.step("2")
-    assert [event.finish_reason for event in bench.outputs(groups[1])] == [FinishReason.TIME_LIMIT]
-    assert groups[2].state is SequenceState.FINISHED
+    bench.step("3")
+    assert [event.finish_reason for event in bench.outputs(groups[2])] == [FinishReason.TIME_LIMIT]
+    assert groups[3].state is SequenceState.FINISHED
     while bench.stepper.has_work:
         bench.step()
         assert {group.num_running_rows for group in groups} <= {0, 4}
     assert sum(runs) == len(groups)
-    for group in (groups[0], *groups[3:]):
+    for group in (*groups[:2], *groups[4:]):
         assert group.request.task is Task.GENERATE
         expected = reference(bench, group.request)
         assert [list(event.token_ids) for event in bench.outputs(group)] == [ids for ids, _ in expected[:1]]

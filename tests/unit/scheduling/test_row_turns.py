@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from antiphon.domain.errors import InvalidArgument
 from antiphon.domain.request import FinishReason, Priority, Request, TokenEvent
 from antiphon.domain.sampling_params import SamplingParams
-from antiphon.engine.row_budget import CALM_STEPS, PATIENCE_STEPS
+from antiphon.engine.row_budget import CALM_STEPS, LONE_STEPS, PATIENCE_STEPS
 from antiphon.engine.sequence import SequenceGroup, SequenceState
 from tests.fakes import changed, request_of, source_of
 from tests.unit.engine.step_bench import Bench, expected
@@ -187,13 +187,22 @@ def test_request_can_end_while_some_of_its_samples_wait_for_rows(loop: asyncio.A
     assert bench.pool.num_free == bench.pool.num_blocks
 
 
-def test_beams_of_one_caller_leave_a_row_to_others(bench: Bench) -> None:
-    """Beams keep their rows, so their number of rows is bounded in advance."""
+def searches_of(bench: Bench, count: int) -> list[SequenceGroup]:
+    """Ask for searches of four beams by one caller."""
     params = SamplingParams(max_new_tokens=30, beam_width=4)
-    searches = [
-        bench.ask(changed(request_of(str(index), source_of(target_len=30), params=params), client="many"))
-        for index in range(6)
+    return [
+        bench.ask(changed(request_of(f"search {index}", source_of(target_len=30), params=params), client="many"))
+        for index in range(count)
     ]
+
+
+def test_beams_of_one_caller_leave_a_row_to_others(bench: Bench) -> None:
+    """Beams keep their rows, so their number of rows is bounded in advance where others ask now and then."""
+    bench.ask(short_of("earlier"))
+    others = bench.ask(short_of("beside", client="beside"))
+    bench.finish()
+    assert others.state is SequenceState.FINISHED
+    searches = searches_of(bench, 6)
     bench.step()
     assert rows_of(bench, "many") == 12
     few = bench.ask(short_of("few"))
@@ -201,6 +210,25 @@ def test_beams_of_one_caller_leave_a_row_to_others(bench: Bench) -> None:
     bench.finish()
     assert all(group.state is SequenceState.FINISHED for group in searches)
     assert bench.sample("preemptions_total") == 0
+
+
+@pytest.mark.parametrize("num_lone_steps", [LONE_STEPS // 2, LONE_STEPS])
+def test_beams_of_a_lone_caller_take_all_rows_until_another_one_asks(bench: Bench, num_lone_steps: int) -> None:
+    searches = searches_of(bench, 12)
+    bench.step()
+    assert rows_of(bench, "many") == ROWS
+    few = bench.ask(short_of("few", length=20))
+    while not any(search.state is SequenceState.FINISHED for search in searches):
+        bench.step()
+    assert steps_until_begun(bench, few) <= 2
+    assert rows_of(bench, "many") <= 12
+    bench.finish()
+    assert all(group.state is SequenceState.FINISHED for group in searches)
+    for _ in range(num_lone_steps):
+        bench.step()
+    searches_of(bench, 6)
+    bench.step()
+    assert rows_of(bench, "many") == (ROWS if num_lone_steps == LONE_STEPS else 12)
 
 
 def test_beam_search_as_wide_as_all_rows_runs(loop: asyncio.AbstractEventLoop) -> None:
