@@ -59,6 +59,7 @@ def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("engine", {("tokens/s", True), ("tokens/CPU s", True)}),
         ("growth", {("tokens/s", False)}),
+        ("graphs", {("us", True)}),
         ("host", {("us of CPU", False)}),
         ("grpc_overhead", {("tokens/s", True), ("us of CPU a request", True)}),
         ("stages", {("us of CPU a request", True), ("us of CPU a request", False)}),

@@ -37,7 +37,7 @@ from antiphon.engine.sequence import Sequence, SequenceGroup
 # Rows that are kept until their outputs end could prevent all others from starting. 1 / FIXED_RESERVE of all rows is
 # therefore closed to such rows of one caller.
 FIXED_RESERVE = 8
-# Steps without another caller after which all rows are open to one caller. The next one then waits until an output ends.
+# Steps without another caller after which one may keep all rows. The next caller then waits until an output ends.
 LONE_STEPS = 1000
 # A row that becomes free without preemption costs nothing. The scheduler waits up to MAX_DEFERRED_STEPS for several of
 # them, so no row is taken before that.
@@ -114,9 +114,7 @@ class Shares:
     def copy(self) -> Shares:
         """Return an independent copy."""
         num_rows, num_blocks = self._totals
-        copy = Shares(
-            (), self._callers, num_rows=num_rows, num_blocks=num_blocks, num_fixed_rows=self._max_fixed_rows
-        )
+        copy = Shares((), self._callers, num_rows=num_rows, num_blocks=num_blocks, num_fixed_rows=self._max_fixed_rows)
         copy.rows, copy.blocks, copy._fixed_rows = self.rows.copy(), self.blocks.copy(), self._fixed_rows.copy()
         return copy
 

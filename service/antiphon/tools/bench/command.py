@@ -22,6 +22,7 @@ from antiphon.errors import ModelError
 from antiphon.server.machine import usable_cores
 from antiphon.server.settings import SHIPPED_BUNDLE
 from antiphon.tools.bench.corpus import Corpus, everyday, held_out, read_corpus
+from antiphon.tools.bench.graphs import graphs
 from antiphon.tools.bench.host import host
 from antiphon.tools.bench.kernels import kernels
 from antiphon.tools.bench.memory import memory
@@ -56,6 +57,7 @@ SECTIONS: dict[str, Callable[[Setup], list[Finding]]] = {
     "stages": stages,
     "engine": engine,
     "growth": growth,
+    "graphs": graphs,
     "positions": positions,
     "host": host,
     "startup": startup,
