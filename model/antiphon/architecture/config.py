@@ -365,14 +365,19 @@ class ModelConfig(BaseModel):
 def preset(name: str, **overrides: object) -> ModelConfig:
     """Return a named configuration, with fields replaced by `overrides`.
 
-    `base` and `big` are the models of the paper's table 3 (37k shared vocabulary); `tiny` is for tests. `bert-base` and
-    `bert-large` are the uncased models of Devlin et al. 2019 (section 3) with the pooler, without other heads.
+    `base` and `big` are the models of the paper's table 3 (37k shared vocabulary); `tiny` is for tests. `nllb` has the
+    shape of NLLB-200's distilled model of 600 million weights (Costa-jussa et al. 2022). `bert-base` and `bert-large`
+    are the uncased models of Devlin et al. 2019 (section 3) with the pooler, without other heads.
     Raises ValueError with the list of known presets.
     """
     presets: dict[str, dict[str, object]] = {
         "base": dict(vocab_size=37000, d_model=512, encoder_layers=6, decoder_layers=6, num_heads=8, d_ff=2048),
         "big": dict(
             vocab_size=37000, d_model=1024, encoder_layers=6, decoder_layers=6, num_heads=16, d_ff=4096, dropout=0.3
+        ),
+        "nllb": dict(
+            vocab_size=256_206, d_model=1024, encoder_layers=12, decoder_layers=12, num_heads=16, d_ff=4096,
+            norm_placement="pre",
         ),
         "tiny": dict(
             vocab_size=96, d_model=32, encoder_layers=2, decoder_layers=2, num_heads=4, d_ff=64, dropout=0.0,

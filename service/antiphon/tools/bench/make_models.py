@@ -11,10 +11,12 @@ error in one line and exits with 2.
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import sys
 import tempfile
 import warnings
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -84,10 +86,10 @@ def random_model(config: ModelConfig) -> Transformer:
 
 
 def pair_tokenizer(vocab_size: int) -> Tokenizer:
-    """Build a tokenizer of exactly vocab_size tokens without training: single bytes, then pairs of bytes."""
+    """Build a tokenizer of exactly vocab_size tokens without training: single bytes, pairs of bytes, then triples."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     singles = [*SPECIAL_TOKENS, *alphabet]
-    pairs = [(a, b) for a in alphabet for b in alphabet][: vocab_size - len(singles)]
+    pairs = [*itertools.islice(_merges(alphabet), vocab_size - len(singles))]
     tokens = [*singles, *(a + b for a, b in pairs)]
     backend = Backend(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=pairs))
     backend.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Strip()])
@@ -97,14 +99,21 @@ def pair_tokenizer(vocab_size: int) -> Tokenizer:
     return Tokenizer.of_byte_bpe(backend)
 
 
+def _merges(alphabet: Sequence[str]) -> Iterator[tuple[str, str]]:
+    for length in (1, 2):
+        for first in itertools.product(alphabet, repeat=length):
+            yield from (("".join(first), last) for last in alphabet)
+
+
 def _make_random(preset_name: str, folder: Path) -> None:
     size, _, decoder_self = preset_name.partition("-")
+    vocab_size = preset(size).vocab_size if size == "nllb" else VOCAB_SIZE
     config = preset(
-        size, vocab_size=VOCAB_SIZE, max_source_len=MAX_LEN, max_target_len=_LONG_LEN if decoder_self else MAX_LEN,
+        size, vocab_size=vocab_size, max_source_len=MAX_LEN, max_target_len=_LONG_LEN if decoder_self else MAX_LEN,
         dropout=0.0, decoder_self=decoder_self or "attention",
     )  # fmt: skip
     path = folder / "checkpoint"
-    save_checkpoint(path, config=config, weights=weights_of(random_model(config)), tokenizer=pair_tokenizer(VOCAB_SIZE))
+    save_checkpoint(path, config=config, weights=weights_of(random_model(config)), tokenizer=pair_tokenizer(vocab_size))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # warnings of torch's exporter
         export_bundle(

@@ -30,7 +30,7 @@ from antiphon.tools.bench.ctranslate2 import VMAP_NAME, choose_isa, obstacle, wr
 from antiphon.tools.bench.report import BenchError
 
 MODELS = ("random", "bundle")
-PRESETS = ("tiny", "base", "big")
+PRESETS = ("tiny", "base", "big", "nllb")
 RANDOM_SOURCE_LEN = 30
 RANDOM_TARGET_LEN = 64
 # Everyday sentences are much shorter.
