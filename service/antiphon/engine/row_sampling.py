@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,10 @@ from antiphon.engine.logits_processors import NEUTRAL
 from antiphon.engine.sequence import Sequence, SequenceGroup
 from antiphon.ops.sampling import FLOAT_PARAMS, INT_PARAMS, as_float32, neutral_sampling, seed_of_output
 from antiphon.runtime.runner import SamplingArrays
+
+_float_values = attrgetter(*FLOAT_PARAMS)
+_DEFAULTS = tuple(FLOAT_PARAMS.values())
+_DEFAULT_ROW: NDArray[np.float32] = np.array(_DEFAULTS, np.float32)
 
 
 class RowSampling:
@@ -42,7 +47,9 @@ class RowSampling:
             "is_normalized": group.is_beam_search,
             "restriction": 0 if sequence.processors is None else sequence.processors.restriction,
         }
-        arrays.float_params[row] = [as_float32(getattr(params, name)) for name in FLOAT_PARAMS]
+        values = _float_values(params)
+        is_default = values == _DEFAULTS  # as for most requests
+        arrays.float_params[row] = _DEFAULT_ROW if is_default else [as_float32(value) for value in values]
         arrays.int_params[row] = [ints[name] for name in INT_PARAMS]
         self._edited = None
         if sequence.processors is not None:
