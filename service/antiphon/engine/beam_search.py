@@ -402,8 +402,8 @@ class BeamRows:
     def _fork_processors(self, shape: _Shape) -> None:
         for running in shape.running:
             sequences = running.group.sequences
-            if sequences[0].processors is None:
-                continue
+            if sequences[0].processors is None or sequences[0].processors.is_constant:
+                continue  # of equal ones, any beam may keep its own
             parents, token_ids = shape.searches.moves(running.search)
             before = [sequence.processors for sequence in sequences]
             used: set[int] = set()

@@ -182,33 +182,29 @@ def _beams_of(subject: Subject, setup: Setup) -> list[Finding]:
     sources, limit = subject.sources(num_requests(subject, BEAM_REQUESTS)), subject.max_new_tokens
     reference = CTranslate2Reference(subject.ctranslate2_folder)
     settings = reference.best(_with_vmap(subject, _beam_candidates(setup.threads)), prompts_of(sources), limit)
-    with Offline(*runners, rows=BEAM_WIDTH * BEAM_REQUESTS) as offline:
+    name, rows = f"{subject.name}, {BEAM_WIDTH} beams", BEAM_WIDTH * BEAM_REQUESTS
+    findings = []
+    with Offline(*runners, rows=rows) as offline:
         greedy = partial(offline.translate, sources, concurrency=BEAM_REQUESTS, max_new_tokens=limit)
         paced = partial(greedy, beam_width=BEAM_WIDTH)
-        searched = partial(paced, concurrency=len(sources))
         theirs = partial(reference.translate, prompts_of(sources), settings, limit)
-        targets = [[index for index in target if index != runners[0].facts.eos_id] for target in searched()]
-        equal = share_equal(targets, theirs()[1])
-        against_ctranslate2 = alternate(lambda: timed(searched), lambda: theirs()[0], setup.repeat)
+        for words, shortlist in _vocabularies(subject):
+            searched = partial(paced, concurrency=len(sources), shortlist=shortlist)
+            targets = [[index for index in target if index != runners[0].facts.eos_id] for target in searched()]
+            case = Case(
+                name="beams",
+                case=f"{name}{words}",
+                rows=rows,
+                against=str(settings),
+                is_ctranslate2=True,
+                equal_outputs=share_equal(targets, theirs()[1]),
+            )
+            findings += compare(case, alternate(partial(timed, searched), lambda: theirs()[0], setup.repeat))
         against_greedy = alternate(lambda: timed(paced), lambda: timed(greedy), setup.repeat)
-    case = Case(
-        name="beams",
-        case=f"{subject.name}, {BEAM_WIDTH} beams",
-        rows=BEAM_WIDTH * BEAM_REQUESTS,
-        against=str(settings),
-        is_ctranslate2=True,
-        equal_outputs=equal,
-    )
     ms_a_request = 1e3 / len(sources)
     pairs = [(search.seconds * ms_a_request, plain.seconds * ms_a_request) for search, plain in against_greedy]
-    greedy_case = dataclasses.replace(
-        case,
-        case=f"{case.case}, {BEAM_REQUESTS} requests at a time",
-        against="greedy",
-        is_ctranslate2=False,
-        equal_outputs=None,
-    )
-    return [*compare(case, against_ctranslate2), greedy_case.finding(pairs, "ms a request", digits=3)]
+    case = Case(name="beams", case=f"{name}, {BEAM_REQUESTS} requests at a time", rows=rows, against="greedy")
+    return [*findings, case.finding(pairs, "ms a request", digits=3)]
 
 
 def _beam_candidates(threads: int) -> list[CTranslate2Settings]:
