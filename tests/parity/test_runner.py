@@ -15,6 +15,7 @@ from antiphon.engine.kv_cache import BlockPool
 from antiphon.export.verify import TOLERANCES, compare
 from antiphon.ops.cache_geometry import blocks_for
 from antiphon.ops.sampling import Samples
+from antiphon.runtime import encoder
 from antiphon.runtime.native import NativeRunner
 from tests.batches import SampleSettings, Tables, batch_of, sampling_of
 
@@ -54,6 +55,24 @@ def run_native(runner: NativeRunner, sources: list[list[int]], tokens: NDArray[n
         drawn = runner.decode(batch_of(fed, past, lens, tables=tables, num_logprobs=runner.facts.vocab_size))
         np.put_along_axis(scores[:, step], drawn.top_ids, drawn.top_logprobs, axis=1)
     return scores
+
+
+def test_passes_of_any_shapes_one_after_another_fill_the_cache_as_first_passes(
+    bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Passes share arrays, and bindings are kept by shape: here two of them at most."""
+    monkeypatch.setattr(encoder, "_MAX_BOUND", 2)
+    generator, runner = np.random.default_rng(3), NativeRunner(bundle, max_rows=8, threads=2)
+    for lens in ((5,), (17, 5), (5,), (1, 1, 3), (5,), (20, 2), (17, 5)):
+        sources = [[int(i) for i in generator.integers(4, runner.facts.vocab_size, length)] for length in lens]
+        fresh = NativeRunner(bundle, max_rows=8, threads=1)
+        for used in (runner, fresh):
+            used.cache[:] = 0
+            encode_native(used, sources)
+        np.testing.assert_array_equal(runner.cache, fresh.cache)
+        assert runner.cache.any()
+        assert runner._encoder is not None
+        assert len(runner._encoder._bound) <= 2
 
 
 @pytest.mark.parametrize("precision", ["float32", "int8"])

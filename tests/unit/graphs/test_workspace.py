@@ -186,6 +186,11 @@ def test_separate_workspace_frees_all_memory_when_it_is_deleted() -> None:
     assert (native.reserved_bytes, native.in_use_bytes) == (0, 0)
 
 
+def test_threads_that_cannot_be_started_are_an_error() -> None:
+    with pytest.raises(WorkspaceError, match=rf"{2**48} threads of a model could not be started"):
+        Workspace(is_own=True, threads=2**48)
+
+
 def test_workspace_names_a_library_that_is_missing(tmp_path: Path) -> None:
     with pytest.raises(WorkspaceError, match=r"absent\.so cannot be used: .*install antiphon again"):
         Workspace(tmp_path / "absent.so")
