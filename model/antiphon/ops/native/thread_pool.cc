@@ -34,10 +34,15 @@ void Pause() {
 }  // namespace
 
 ThreadPool::ThreadPool(size_t workers) : shares_(workers + 1) {
-  workers_.reserve(workers);
-  for (size_t thread = 1; thread <= workers; ++thread) {
-    workers_.emplace_back([this, thread] { Work(thread); });
-    pthread_setname_np(workers_.back().native_handle(), "antiphon-pool");
+  try {
+    workers_.reserve(workers);
+    for (size_t thread = 1; thread <= workers; ++thread) {
+      workers_.emplace_back([this, thread] { Work(thread); });
+      pthread_setname_np(workers_.back().native_handle(), "antiphon-pool");
+    }
+  } catch (...) {
+    Close();
+    throw;
   }
 }
 
@@ -52,7 +57,7 @@ void ThreadPool::Close() noexcept {
 }
 
 void ThreadPool::Run(size_t count, void (*run)(void*, size_t), void* user) noexcept {
-  if (workers_.empty() || is_running_.exchange(true, std::memory_order_acquire)) {
+  if (count <= 1 || workers_.empty() || is_running_.exchange(true, std::memory_order_acquire)) {
     for (size_t index = 0; index < count; ++index) run(user, index);
     return;
   }
@@ -62,9 +67,10 @@ void ThreadPool::Run(size_t count, void (*run)(void*, size_t), void* user) noexc
   part_size_ = (count + kMaxParts - 1) / kMaxParts;
   num_done_.store(0, std::memory_order_relaxed);
   const uint64_t number = ++number_;
-  const size_t parts = (count + part_size_ - 1) / part_size_, threads = shares_.size();
-  for (size_t thread = 0; thread < threads; ++thread) {
-    const uint64_t begin = parts * thread / threads, end = parts * (thread + 1) / threads;
+  const uint64_t parts = (count + part_size_ - 1) / part_size_, threads = shares_.size();
+  const auto first_of = [&](uint64_t thread) { return (parts * thread + threads - 1) / threads; };
+  for (size_t thread = 0; thread < threads; ++thread) {  // this thread, which begins first, has the largest share
+    const uint64_t begin = first_of(thread), end = first_of(thread + 1);
     // Either a worker that falls asleep sees its share, or it is seen below.
     shares_[thread].parts.store(number << 32 | end << 16 | begin, std::memory_order_seq_cst);
   }
