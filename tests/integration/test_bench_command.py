@@ -63,6 +63,7 @@ def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("host", {("us of CPU", False)}),
         ("grpc_overhead", {("tokens/s", True), ("us of CPU a request", True)}),
         ("stages", {("us of CPU a request", True), ("us of CPU a request", False)}),
+        ("one_user", {("ms", False)}),
         ("startup", {("s", False), ("MB", False)}),
     ],
 )

@@ -3,8 +3,8 @@
     python -m antiphon.tools.bench.client TARGET KIND CONCURRENCY MAX_NEW_TOKENS < sources.json
 
 Sources are texts or lists of ids. KIND: streams or unary (a call for each source), or many (one call). Prints
-{num_tokens, seconds, texts}: number of target tokens, end tokens included; time from the first request to the last
-answer; and the answers.
+{num_tokens, seconds, texts, first_s, total_s}: number of target tokens, end tokens included; time from the first
+request to the last answer; the answers; and, of each stream, the time to its first token and to its end.
 """
 
 from __future__ import annotations
@@ -14,13 +14,22 @@ import json
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import uvloop
 
 from antiphon.client import AsyncClient, Generation, Options, ServerError, Source
 
-Answer = tuple[str, int]
-"""Text of an answer, and its number of tokens, the end token included."""
+
+class Answer(NamedTuple):
+    """Text of an answer, its number of tokens, the end token included, and seconds of a stream."""
+
+    text: str
+    num_tokens: int
+    first_s: float = 0.0
+    total_s: float = 0.0
+
+
 Way = Callable[[AsyncClient, Sequence[Source], int, Options], Awaitable[list[Answer]]]
 """Asks for all sources, a number of them at a time."""
 
@@ -41,17 +50,25 @@ async def _measure(
         started_s = time.perf_counter()
         answers = await way(client, sources, concurrency, options)
         seconds = time.perf_counter() - started_s
-    num_tokens = sum(answer[1] for answer in answers)
-    return {"num_tokens": num_tokens, "seconds": seconds, "texts": [text for text, _ in answers]}
+    texts, num_tokens, first_s, total_s = (list(column) for column in zip(*answers, strict=True))
+    return {
+        "num_tokens": sum(num_tokens),
+        "seconds": seconds,
+        "texts": texts,
+        "first_s": first_s,
+        "total_s": total_s,
+    }
 
 
 async def _streams(client: AsyncClient, sources: Sequence[Source], concurrency: int, options: Options) -> list[Answer]:
     async def answer(source: Source) -> Answer:
-        parts, num_tokens = [], 0
+        parts, num_tokens, first_s = [], 0, 0.0
+        started_s = time.perf_counter()
         async for delta in client.generate(source, options):
+            first_s = first_s or time.perf_counter() - started_s
             parts.append(delta.text)
             num_tokens += delta.usage.generated_tokens if delta.usage else 0
-        return "".join(parts), num_tokens
+        return Answer("".join(parts), num_tokens, first_s, time.perf_counter() - started_s)
 
     return await _in_turn(answer, sources, concurrency)
 
@@ -87,7 +104,7 @@ async def _many(client: AsyncClient, sources: Sequence[Source], concurrency: int
 
 
 def _answer(generation: Generation) -> Answer:
-    return generation.text, generation.usage.generated_tokens
+    return Answer(generation.text, generation.usage.generated_tokens)
 
 
 _WAYS: dict[str, Way] = {"streams": _streams, "unary": _unary, "many": _many}

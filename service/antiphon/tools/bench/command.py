@@ -39,7 +39,7 @@ from antiphon.tools.bench.report import (
     table,
     to_json,
 )
-from antiphon.tools.bench.served import clients, grpc_overhead, stages, startup
+from antiphon.tools.bench.served import clients, grpc_overhead, one_user, stages, startup
 from antiphon.tools.bench.setup import MODELS, PRESETS, Setup
 from antiphon.tools.bench.throughput import beams, decode, encode, engine, growth, sampling
 
@@ -55,6 +55,7 @@ SECTIONS: dict[str, Callable[[Setup], list[Finding]]] = {
     "grpc_overhead": grpc_overhead,
     "clients": clients,
     "stages": stages,
+    "one_user": one_user,
     "engine": engine,
     "growth": growth,
     "graphs": graphs,

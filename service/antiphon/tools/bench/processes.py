@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -111,10 +112,20 @@ class StagedServer(Served):
         return report["stages"], report["all"]
 
 
+@dataclass(frozen=True, slots=True)
+class ClientRun:
+    """Result of one client: its speed, the translations, and seconds of each stream to its first token and its end."""
+
+    speed: Speed
+    texts: list[str]
+    first_s: list[float]
+    total_s: list[float]
+
+
 def run_client(
     target: str, sources: Sequence[Source], *, concurrency: int, max_new_tokens: int, kind: str = "streams"
-) -> tuple[Speed, list[str]]:
-    """Translate sources in a child process, `concurrency` at a time. Return the speed and the translations.
+) -> ClientRun:
+    """Translate sources in a child process, `concurrency` at a time.
 
     kind: as in `client.py`. Raises BenchFailure when the client fails.
     """
@@ -127,7 +138,8 @@ def run_client(
     if ended.returncode != 0:
         raise BenchFailure("the client failed; its error message is above")
     answer = json.loads(ended.stdout)
-    return Speed(num_tokens=answer["num_tokens"], seconds=answer["seconds"]), answer["texts"]
+    speed = Speed(num_tokens=answer["num_tokens"], seconds=answer["seconds"])
+    return ClientRun(speed, answer["texts"], answer["first_s"], answer["total_s"])
 
 
 def _flags(rows: int, threads: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""Sections with a server: `grpc_overhead` against the engine, `clients` against CTranslate2, `stages`, `startup`."""
+"""Sections with a server: `grpc_overhead` against the engine, `clients` against CTranslate2, and others alone."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+
+import numpy as np
 
 from antiphon.client import Source
 from antiphon.client.many import DEFAULT_CONCURRENCY
@@ -41,10 +43,10 @@ class Way:
     def run(self, server: Served, sources: Sequence[Source], max_new_tokens: int) -> _ClientRun:
         """Send all sources to a server."""
         before_s = server.loop_cpu_s
-        speed, texts = run_client(
+        run = run_client(
             server.target, sources, kind=self.kind, concurrency=self.concurrency, max_new_tokens=max_new_tokens
         )
-        return _ClientRun(speed, texts, (server.loop_cpu_s - before_s) / len(sources) * 1e6)
+        return _ClientRun(run.speed, run.texts, (server.loop_cpu_s - before_s) / len(sources) * 1e6)
 
     def speed(self, server: Served, sources: Sequence[Source], max_new_tokens: int) -> Speed:
         """Return the speed of answering all sources."""
@@ -157,6 +159,30 @@ def stages(setup: Setup) -> list[Finding]:
             ]
             findings.append(case.finding([(all_us, echo_us)], "us of CPU a request"))
     return findings
+
+
+def one_user(setup: Setup) -> list[Finding]:
+    """Measure the streams of one user, one after another, on an idle server: seen by a client on the same cores."""
+    return [finding for subject in setup.subjects() for finding in _of_one_user(subject, setup)]
+
+
+def _of_one_user(subject: Subject, setup: Setup) -> list[Finding]:
+    _, messages = _work_of(subject, setup)
+    limit = subject.max_new_tokens
+    with BenchServer(subject.bundle.path, rows=STREAMS, threads=setup.threads) as server:
+        run = run_client(server.target, messages, concurrency=1, max_new_tokens=limit)
+    figures = {"first token": run.first_s, "whole answer": run.total_s}
+    return [
+        Finding(
+            name="one_user",
+            case=f"{subject.name}, {what}, p{percent}",
+            rows=1,
+            antiphon=round(1e3 * float(np.percentile(seconds, percent)), 3),
+            unit="ms",
+        )
+        for what, seconds in figures.items()
+        for percent in (50, 99)
+    ]
 
 
 def startup(setup: Setup) -> list[Finding]:

@@ -206,5 +206,5 @@ def serve_streams(
     with Served("antiphon.cli", "serve", str(bundle), *flags, "--log-level", "error") as server:
         ids = [list(source) for source in sources]
         run_client(server.target, ids[:streams], concurrency=streams, max_new_tokens=num_steps)  # warms up
-        speed, _ = run_client(server.target, ids, concurrency=streams, max_new_tokens=num_steps)
+        speed = run_client(server.target, ids, concurrency=streams, max_new_tokens=num_steps).speed
     return {"streams": streams, "sources": len(ids), "tokens_per_s": speed.num_tokens / speed.seconds}
