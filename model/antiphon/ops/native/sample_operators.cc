@@ -102,8 +102,8 @@ class Samples {
                 double log_sum) const {
     const Shortlist list(kernels, own, std::min(sampling.num_logprobs(i), own.vocab), log_sum);
     std::sort(list.begin(), list.end(), IsLikelier);
-    token_ids_[i] = list.begin()->id;
-    WriteLogprob(sampling, i, own.values[token_ids_[i]], log_sum);
+    token_ids_[i] = TokenAt(sampling, i, list.begin()->id);
+    WriteLogprob(sampling, i, own.values[list.begin()->id], log_sum);
     Write(sampling, list, i, own, log_sum, 0.0);
   }
 

@@ -52,8 +52,9 @@ class SamplingArrays {
   }
   // Returns true for a beam whose candidates are wanted and whose values need no edit but the normalisation.
   bool is_plain_beam(int64_t i) const {
-    const bool is_plain = is_normalized(i) && !is_exclusive(i) && end_of_edits(i) == first_edit(i);
-    return is_plain && !is_sampled(i) && forced_id(i) < 0 && num_logprobs(i) > 0;
+    const bool is_whole = !is_exclusive(i) && end_of_edits(i) == first_edit(i);
+    const bool is_plain = is_whole || (is_selected(i) && edit_values_ == nullptr);
+    return is_plain && is_normalized(i) && !is_sampled(i) && forced_id(i) < 0 && num_logprobs(i) > 0;
   }
   // Returns true for a sample that needs more than the largest logit, the forced token's logit and the sum.
   bool needs_row(int64_t i) const {

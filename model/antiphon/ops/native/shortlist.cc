@@ -11,13 +11,22 @@ namespace {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
-// A value that at least `count` values reach: the count-th largest of the chunks' maxima.
+// A value that at least `count` values reach: the count-th largest of the chunks' maxima, or of those of panels where a
+// row has fewer chunks.
 float Threshold(const ValueRow& row, int64_t count) {
-  const int64_t chunks = ChunksOf(row.vocab);
-  if (count > chunks) return -kInfinity;
-  const Scratch<float> maxima(static_cast<size_t>(chunks));
-  std::copy(row.chunk_largest, row.chunk_largest + chunks, maxima.data());
-  std::nth_element(maxima.data(), maxima.data() + count - 1, maxima.data() + chunks, std::greater<float>());
+  const int64_t chunks = ChunksOf(row.vocab), panels = row.vocab / kPanel;
+  if (count > std::max(chunks, panels)) return -kInfinity;
+  const int64_t size = count > chunks ? panels : chunks;
+  const Scratch<float> maxima(static_cast<size_t>(size));
+  if (count > chunks) {
+    for (int64_t panel = 0; panel < panels; ++panel) {
+      const float* values = row.values + panel * kPanel;
+      maxima[static_cast<size_t>(panel)] = *std::max_element(values, values + kPanel);
+    }
+  } else {
+    std::copy(row.chunk_largest, row.chunk_largest + chunks, maxima.data());
+  }
+  std::nth_element(maxima.data(), maxima.data() + count - 1, maxima.data() + size, std::greater<float>());
   return maxima[static_cast<size_t>(count - 1)];
 }
 
