@@ -132,7 +132,7 @@ def test_configurations_without_heads_of_modules_are_written_as_before() -> None
 
 
 def test_unknown_preset_is_named_with_those_that_exist() -> None:
-    with pytest.raises(ValueError, match=r"preset='huge'.*base, big, tiny"):
+    with pytest.raises(ValueError, match=r"preset='huge'.*base, big, nllb, tiny"):
         preset("huge")
 
 
