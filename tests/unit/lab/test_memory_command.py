@@ -100,7 +100,7 @@ def test_time_adds_seconds_of_a_step(tmp_path: Path) -> None:
     [
         (("tiny", "--length", "0"), "--length is 0; it must be from 1 to 1048576"),
         (("tiny", "--length", "8", "--batch", "5000"), "--batch is 5000; it must be from 1 to 4096"),
-        (("huge", "--length", "8"), "preset='huge' is unknown; choose from base, big, tiny"),
+        (("huge", "--length", "8"), "preset='huge' is unknown; choose from base, big, nllb, tiny"),
         (("tiny", "--length", "8", "--memory", "16"), "--memory is '16'; it must be a number above 0 and one of KiB"),
         (("tiny", "--length", "8", "--time"), "--time needs --train"),
         (("tiny", "--length", "8", "--json", "missing/page.json"), "--json is missing/page.json, but there is no"),
