@@ -309,7 +309,9 @@ class TokenLogprob:
 
 @dataclass(kw_only=True, slots=True)
 class TokenEvent:
-    """New tokens of one output of a request, oldest first. Not changed once its stream has it; frozen ones cost more.
+    """New tokens of one output of a request, oldest first.
+
+    Engine and stream change it until it is read: frozen events, and copies of them, cost more.
 
     Exactly one event of each output has a finish reason, and exactly one event of the request is its last. An error
     ends the request with one last event, even if outputs are unfinished.

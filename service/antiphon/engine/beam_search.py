@@ -403,7 +403,7 @@ class BeamRows:
         for running in shape.running:
             sequences = running.group.sequences
             if sequences[0].processors is None or sequences[0].processors.is_constant:
-                continue  # of equal ones, any beam may keep its own
+                continue  # those of all beams are equal and stay so
             parents, token_ids = shape.searches.moves(running.search)
             before = [sequence.processors for sequence in sequences]
             used: set[int] = set()

@@ -33,7 +33,7 @@ Arrays = dict[str, NDArray[Any]]
 class NativeEncoder:
     """The encoder graph, which writes cross caches into blocks of `cache`. cache: None for an encoder-only model.
 
-    Bindings of passes that only fill caches are kept by shape: a binding takes a quarter of the time of the graph for
+    Bindings of passes that only fill caches are kept by shape: making one takes a quarter as long as the graph does for
     one short source.
     Raises GraphError if the inputs or outputs of the graph differ from those that GraphSet describes.
     """

@@ -55,13 +55,6 @@ int64_t Attributes::Size(const char* name) const {
   return value;
 }
 
-bool Attributes::IsConstantInput(size_t index) const {
-  int is_constant = 0;
-  const OrtValue* value = nullptr;
-  Check(api_, api_->KernelInfoGetConstantInput_tensor(info_, index, &is_constant, &value), "constant input");
-  return is_constant != 0;
-}
-
 std::vector<Tensor> Attributes::ConstantInputs() const {
   size_t count = 0;
   Check(api_, api_->KernelInfo_GetInputCount(info_, &count), "inputs");

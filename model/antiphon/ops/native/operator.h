@@ -59,8 +59,6 @@ class Attributes {
   // Returns `missing` where the node does not have the attribute.
   float Float(const char* name, float missing) const;
   std::string String(const char* name) const;
-  // Returns true where input `index` of the node is an initializer of the model.
-  bool IsConstantInput(size_t index) const;
   // Inputs that are initializers of the model, by index; the others are missing.
   std::vector<Tensor> ConstantInputs() const;
   const OrtApi* api() const { return api_; }
@@ -73,8 +71,7 @@ class Attributes {
 // One execution of one node.
 class Call {
  public:
-  // constants: inputs that are initializers, by index, and missing ones. ONNX Runtime needs 0.2 us to describe a tensor,
-  // and most inputs of a node are weights.
+  // constants: as Attributes::ConstantInputs returns them. Most inputs are weights, and describing one takes 0.15 us.
   Call(const OrtApi* api, OrtKernelContext* context, const std::vector<Tensor>& constants)
       : api_(api), context_(context), constants_(constants) {}
 

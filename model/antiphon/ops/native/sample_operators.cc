@@ -234,7 +234,7 @@ class Float32Logits {
 // that has a vocabulary of its own makes it: outputs times padded inputs bytes.
 class ColumnCopy {
  public:
-  explicit ColumnCopy(const Attributes& attributes) : is_constant_(attributes.IsConstantInput(1)) {}
+  explicit ColumnCopy(const Attributes& attributes) : is_constant_(attributes.ConstantInputs()[1]) {}
 
   // Returns null for a weight that may change.
   const int8_t* Of(const QuantizedWeight& weight) const {

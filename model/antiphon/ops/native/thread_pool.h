@@ -1,7 +1,7 @@
 // Threads that share the work of a region with its caller, for the regions of one model's runs.
 //
-// A run of a small graph has up to a hundred regions of a few microseconds. ONNX Runtime's pool takes several
-// microseconds to begin and end one, this one less than one.
+// A run of a small graph has tens of regions of a few microseconds, so that a region must cost little: two empty parts
+// take 0.2 us.
 #pragma once
 
 #include <atomic>

@@ -28,7 +28,7 @@ _LEAST_RUNS, _LEAST_RUN_S = 5, 0.2
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Multiply-adds of the products for one token, which are also the numbers of the int8 weights that they read."""
+    """Multiply-adds of all products for one token of the source or of the target, each with a weight of one byte."""
 
     source: int
     target: int

@@ -89,9 +89,9 @@ def pair_tokenizer(vocab_size: int) -> Tokenizer:
     """Build a tokenizer of exactly vocab_size tokens without training: single bytes, pairs of bytes, then triples."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     singles = [*SPECIAL_TOKENS, *alphabet]
-    pairs = [*itertools.islice(_merges(alphabet), vocab_size - len(singles))]
-    tokens = [*singles, *(a + b for a, b in pairs)]
-    backend = Backend(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=pairs))
+    merges = [*itertools.islice(_merges(alphabet), vocab_size - len(singles))]
+    tokens = [*singles, *(first + last for first, last in merges)]
+    backend = Backend(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=merges))
     backend.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Strip()])
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True, use_regex=True)
     backend.decoder = decoders.ByteLevel()

@@ -13,7 +13,7 @@ from antiphon.client import Source
 from antiphon.client.many import DEFAULT_CONCURRENCY
 from antiphon.tools.bench.corpus import Ids
 from antiphon.tools.bench.ctranslate2 import CTranslate2Reference, prompts_of
-from antiphon.tools.bench.processes import BenchServer, EchoServer, Served, StagedServer, run_client
+from antiphon.tools.bench.processes import BenchServer, ClientRun, EchoServer, Served, StagedServer, run_client
 from antiphon.tools.bench.report import BenchFailure, Case, Finding, Speed, alternate, compare, timed
 from antiphon.tools.bench.setup import Setup, Subject
 from antiphon.tools.bench.throughput import settings_for
@@ -24,15 +24,6 @@ _RANDOM_FILLS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class _ClientRun:
-    """Result of one client. loop_us: CPU time of the server's event loop for each request."""
-
-    speed: Speed
-    texts: list[str]
-    loop_us: float
-
-
-@dataclass(frozen=True, slots=True)
 class Way:
     """Work of a client: a kind of `client.py`, the name of the case, and the requests at a time."""
 
@@ -40,17 +31,17 @@ class Way:
     name: str
     concurrency: int
 
-    def run(self, server: Served, sources: Sequence[Source], max_new_tokens: int) -> _ClientRun:
-        """Send all sources to a server."""
+    def run(self, server: Served, sources: Sequence[Source], max_new_tokens: int) -> tuple[ClientRun, float]:
+        """Send all sources to a server. Return the run, and microseconds of the server's event loop a request."""
         before_s = server.loop_cpu_s
         run = run_client(
             server.target, sources, kind=self.kind, concurrency=self.concurrency, max_new_tokens=max_new_tokens
         )
-        return _ClientRun(run.speed, run.texts, (server.loop_cpu_s - before_s) / len(sources) * 1e6)
+        return run, (server.loop_cpu_s - before_s) / len(sources) * 1e6
 
     def speed(self, server: Served, sources: Sequence[Source], max_new_tokens: int) -> Speed:
         """Return the speed of answering all sources."""
-        return self.run(server, sources, max_new_tokens).speed
+        return self.run(server, sources, max_new_tokens)[0].speed
 
 
 _UNARY = Way("unary", f"{STREAMS} unary calls", STREAMS)
@@ -89,15 +80,15 @@ def _by_way(
     sources, messages = _work_of(subject, setup)
     alone = partial(offline.translate, sources, concurrency=way.concurrency, max_new_tokens=limit)
     expected = [subject.tokenizer.decode(target) for target in alone()]
-    if way.run(server, messages, limit).texts != expected:
+    if way.run(server, messages, limit)[0].texts != expected:
         raise BenchFailure(f"grpc_overhead, {subject.name}, {way.name}: texts differ from the engine's")
     pairs = alternate(partial(way.run, server, messages, limit), partial(timed, alone), setup.repeat)
     case = f"{subject.name}, {way.name}, {name}"
     by_engine = Case(name="grpc_overhead", case=case, rows=STREAMS, against="the engine alone")
     on_loop = replace(by_engine, case=f"{case}, event loop", against="a bare echo of a unary call")
-    loops = [(run.loop_us, _UNARY.run(echo, messages, limit).loop_us) for run, _ in pairs]
+    loops = [(loop_us, _UNARY.run(echo, messages, limit)[1]) for (_, loop_us), _ in pairs]
     return [
-        *compare(by_engine, [(run.speed, theirs) for run, theirs in pairs]),
+        *compare(by_engine, [(run.speed, theirs) for (run, _), theirs in pairs]),
         on_loop.finding(loops, "us of CPU a request"),
     ]
 
@@ -142,7 +133,7 @@ def stages(setup: Setup) -> list[Finding]:
     _, messages = _work_of(subject, setup)
     findings = []
     with EchoServer() as echo, StagedServer(subject.bundle.path, rows=STREAMS, threads=setup.threads) as server:
-        echo_us = _UNARY.run(echo, messages, subject.max_new_tokens).loop_us
+        _, echo_us = _UNARY.run(echo, messages, subject.max_new_tokens)
         for way in WAYS:
             way.run(server, messages, subject.max_new_tokens)  # not measured
             before, all_before_s = server.seconds()

@@ -49,7 +49,7 @@ class VectorScore:
 def evaluate_vectors(
     bundle: Bundle, reference: EncoderRunner, runners: Sequence[EncoderRunner], texts: Sequence[str]
 ) -> list[VectorScore]:
-    """Compare the vectors that Embed returns by default with those of `reference`, for each of the runners."""
+    """Compare the vectors of each runner, as Embed returns them by default, with those of `reference`."""
     requests = _embed_requests(bundle, texts)
     tokens = sum(len(request.source_ids) for request in requests)
     expected = _vectors(reference, requests)
