@@ -46,15 +46,20 @@ class Offline:
         concurrency: int,
         max_new_tokens: int,
         beam_width: int = 1,
+        ignore_eos: bool = False,
         shortlist: Shortlist | None = None,
     ) -> list[list[int]]:
         """Return the target ids of each source, in order, with the end token if the target has one.
 
         Each answer is read as a whole. Greedy if beam_width is 1, else the best beam. concurrency: number of requests
-        that wait or run at any time. shortlist: of the model, to choose among the candidates of each source.
+        that wait or run at any time. ignore_eos: no target ends before max_new_tokens. shortlist: of the model, to
+        choose among the candidates of each source.
         """
         params = SamplingParams(
-            max_new_tokens=max_new_tokens, beam_width=beam_width, use_shortlist=shortlist is not None
+            max_new_tokens=max_new_tokens,
+            beam_width=beam_width,
+            ignore_eos=ignore_eos,
+            use_shortlist=shortlist is not None,
         )
         return self._loop.run(self._translate(sources, concurrency, params, shortlist))
 

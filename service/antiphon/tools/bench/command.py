@@ -39,6 +39,7 @@ from antiphon.tools.bench.report import (
     table,
     to_json,
 )
+from antiphon.tools.bench.rivals import rivals
 from antiphon.tools.bench.served import clients, grpc_overhead, one_user, stages, startup
 from antiphon.tools.bench.setup import MODELS, PRESETS, Setup
 from antiphon.tools.bench.throughput import beams, decode, encode, engine, growth, sampling
@@ -63,8 +64,11 @@ SECTIONS: dict[str, Callable[[Setup], list[Finding]]] = {
     "host": host,
     "startup": startup,
     "kernels": kernels,
+    "rivals": rivals,
 }
 """Sections by name, in the order in which they run."""
+# Installs gigabytes of packages of other projects.
+_ONLY_BY_NAME = {"rivals"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -75,7 +79,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--section", nargs="+", choices=SECTIONS, metavar="NAME",
-        help=f"sections to run, of {', '.join(SECTIONS)} (default: all; with --profile: none)",
+        help=f"sections to run, of {', '.join(SECTIONS)} (default: all but {', '.join(_ONLY_BY_NAME)}; with --profile: "
+        "none)",
     )  # fmt: skip
     _add_models(parser)
     _add_sentences(parser)
@@ -97,7 +102,8 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--checkpoint", type=Path, metavar="DIR",
-        help="float32 weights from which BUNDLE was exported, for CTranslate2 (default: the weights of BUNDLE itself)",
+        help="what BUNDLE was made of: float32 weights for CTranslate2 (default: the weights of BUNDLE itself), or the "
+        "imported directory, for rivals",
     )  # fmt: skip
     parser.add_argument(
         "--work", type=Path, metavar="DIR", help="keep generated models in DIR (default: generate them every time)"
@@ -153,7 +159,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measure(args: argparse.Namespace, setup: Setup) -> None:
-    names = args.section or ([] if args.profile else list(SECTIONS))
+    names = args.section or ([] if args.profile else [name for name in SECTIONS if name not in _ONLY_BY_NAME])
     findings = [finding for name in dict.fromkeys(names) for finding in _run_section(name, setup)]
     if findings:
         print(f"{machine(args.threads)}\n{table(findings)}")

@@ -1,12 +1,13 @@
 """Makes the models that a benchmark compares. Runs in its own process, so that the measuring process never loads torch.
 
     python -m antiphon.tools.bench.make_models random PRESET FOLDER
+    python -m antiphon.tools.bench.make_models transformers PRESET FOLDER
     python -m antiphon.tools.bench.make_models ctranslate2 ORIGIN FOLDER
 
 `random` writes FOLDER/checkpoint and FOLDER/bundle; PRESET can end with a kind of the decoder's self-attention, as in
-base-ssru. `ctranslate2` converts a checkpoint, or the weights of a bundle, to
-CTranslate2 in int8. Both need torch; `ctranslate2` also needs CTranslate2. On an error, prints the reason to standard
-error in one line and exits with 2.
+base-ssru. `transformers` writes the same, with a checkpoint of transformers: BART of the preset's size. `ctranslate2`
+converts a checkpoint, or the weights of a bundle, to CTranslate2 in int8. All need torch, and the last two the package
+of their name. On an error, prints the reason to standard error in one line and exits with 2.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def main() -> int:
     work = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     torch.set_num_threads(1)
     try:
-        (_make_random if kind == "random" else _make_ctranslate2)(origin, work)
+        _MAKERS[kind](origin, work)
         shutil.rmtree(folder, ignore_errors=True)
         work.rename(folder)
     except (ModelError, ValueError) as error:
@@ -121,6 +122,33 @@ def _make_random(preset_name: str, folder: Path) -> None:
         )
 
 
+def _make_transformers(preset_name: str, folder: Path) -> None:
+    from transformers.models.bart.configuration_bart import BartConfig
+    from transformers.models.bart.modeling_bart import BartForConditionalGeneration
+
+    from antiphon.importer.importer import ImportOptions, import_checkpoint
+
+    size, path = preset(preset_name), folder / "checkpoint"
+    vocab_size = size.vocab_size if preset_name == "nllb" else VOCAB_SIZE
+    torch.manual_seed(_SEED)
+    config = BartConfig(
+        vocab_size=vocab_size, d_model=size.d_model, max_position_embeddings=MAX_LEN,
+        encoder_layers=size.encoder_layers, encoder_attention_heads=size.num_heads, encoder_ffn_dim=size.d_ff,
+        decoder_layers=size.decoder_layers, decoder_attention_heads=size.num_heads, decoder_ffn_dim=size.d_ff,
+        activation_function=size.activation, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1,
+        forced_eos_token_id=None,
+    )  # fmt: skip
+    BartForConditionalGeneration(config).save_pretrained(path)
+    pair_tokenizer(vocab_size).save(path / "tokenizer.json")
+    options = ImportOptions(
+        source=str(path), target=folder / "bundle", name=f"bart-{preset_name}", precisions=("int8",), explain=False,
+        verify=False, licence="none", attribution="random weights",
+    )  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # warnings of torch's exporter
+        import_checkpoint(options)
+
+
 def _make_ctranslate2(origin: str, folder: Path) -> None:
     from antiphon.tools.bench.ctranslate2_conversion import save_ctranslate2_model
 
@@ -128,6 +156,9 @@ def _make_ctranslate2(origin: str, folder: Path) -> None:
     is_bundle = (path / MANIFEST_NAME).is_file()
     checkpoint = unpack_checkpoint(load_bundle(path)) if is_bundle else load_checkpoint(path)
     save_ctranslate2_model(checkpoint, folder, quantization="int8")
+
+
+_MAKERS = {"random": _make_random, "transformers": _make_transformers, "ctranslate2": _make_ctranslate2}
 
 
 if __name__ == "__main__":

@@ -101,7 +101,8 @@ class Setup:
     work: Path
     """Folder that keeps the generated models."""
     checkpoint: Path | None = None
-    """Float32 weights from which the bundle was exported, for CTranslate2; None: the bundle's own weights."""
+    """What the bundle was made of: float32 weights for CTranslate2 (None: the bundle's own weights), and the directory
+    that rivals read."""
     preset: str = "base"
     """Size of the random model."""
     rows: tuple[int, ...] | None = None
@@ -114,8 +115,8 @@ class Setup:
     """Length of one open-loop run. The number of sentences of other runs under load grows with it."""
 
     def __post_init__(self) -> None:
-        if self.checkpoint is not None:
-            _check_checkpoint(self.checkpoint, self.bundle)
+        if self.checkpoint is not None and not self.checkpoint.is_dir():
+            raise BenchError(f"--checkpoint {self.checkpoint} is not a directory")
 
     @property
     def num_sentences(self) -> int:
@@ -177,6 +178,8 @@ class Setup:
         if (reason := obstacle(manifest.model)) is not None:
             print(f"antiphon bench: {manifest.name} is not compared with CTranslate2: {reason}", file=sys.stderr)
             return None
+        if self.checkpoint is not None:
+            _check_checkpoint(self.checkpoint, self.bundle)
         origin = self.checkpoint or self.bundle.path
         # The manifest has the digests of the bundle's weights and shortlist.
         files = [*_code_of_models(), self.bundle.path / MANIFEST_NAME]
@@ -186,15 +189,24 @@ class Setup:
 
     @cached_property
     def _random(self) -> Subject:
-        folder = self.random_folder
+        return self._random_subject("random", f"random {self.preset}", self.random_folder)
+
+    @cached_property
+    def random_of_transformers(self) -> tuple[Subject, Path]:
+        """Return a random model that was imported, and its checkpoint of transformers."""
+        _require("transformers", "making a random model of transformers")
+        folder = self.work / f"bart-{self.preset}-{_digest(_code_of_models())}"
+        return self._random_subject("transformers", f"random BART, {self.preset}", folder), folder / "checkpoint"
+
+    def _random_subject(self, kind: str, name: str, folder: Path) -> Subject:
         if not (folder / "bundle").is_dir():
-            _make("random", self.preset, folder)
+            _make(kind, self.preset, folder)
         try:
             bundle = load_bundle(folder / "bundle")
         except BundleError as error:
             raise BenchError(f"--work: {error}; delete {folder} and run again") from None
         return Subject(
-            name=f"random {self.preset}",
+            name=name,
             bundle=bundle,
             tokenizer=open_tokenizer(bundle.path, bundle.manifest.text),
             ctranslate2=None,
@@ -240,7 +252,7 @@ def _make(kind: str, origin: str, folder: Path) -> None:
 
 def _require(package: str, purpose: str) -> None:
     if importlib.util.find_spec(package) is None:
-        extra = "'antiphon[server,train]'" if package == "torch" else package
+        extra = {"torch": "'antiphon[server,train]'", "transformers": "'antiphon[import]'"}.get(package, package)
         raise BenchError(f"{purpose} needs {package}, which is not installed; run: pip install {extra}")
 
 

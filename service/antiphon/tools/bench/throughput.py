@@ -88,7 +88,7 @@ def _with_vmap(subject: Subject, candidates: Sequence[CTranslate2Settings]) -> l
     return [*candidates, *mapped]
 
 
-def _vocabularies(subject: Subject) -> list[tuple[str, Shortlist | None]]:
+def vocabularies(subject: Subject) -> list[tuple[str, Shortlist | None]]:
     """Return the vocabularies of requests to measure, each with an addition to the name of its case."""
     whole: list[tuple[str, Shortlist | None]] = [("", None)]
     return whole if subject.shortlist is None else [*whole, (", shortlist", subject.shortlist)]
@@ -109,15 +109,15 @@ def _decode_rows(
     findings = []
     with Offline(*runners, rows=rows) as offline:
         theirs = partial(reference.translate, prompts_of(sources), settings, limit)
-        for words, shortlist in _vocabularies(subject):
+        for words, shortlist in vocabularies(subject):
             ours = partial(
                 offline.translate, sources, concurrency=len(sources), max_new_tokens=limit, shortlist=shortlist
             )
-            equal = _checked_share_equal(subject, ours(), theirs()[1], runners[0].facts.eos_id)
+            equal = checked_share_equal(subject, ours(), theirs()[1])
             pairs = alternate(partial(timed, ours), lambda: theirs()[0], setup.repeat)
             case = Case(
                 name="decode",
-                case=f"{_decode_case(subject)}{words}",
+                case=f"{decode_case(subject)}{words}",
                 rows=rows,
                 against=str(settings),
                 is_ctranslate2=True,
@@ -127,18 +127,26 @@ def _decode_rows(
     return findings
 
 
-def _checked_share_equal(subject: Subject, ours: Sequence[Ids], theirs: Sequence[Ids], eos_id: int) -> float:
-    """Return the share of equal outputs. Raises BenchFailure if a side has not done all of the work."""
+def checked_share_equal(
+    subject: Subject, ours: Sequence[Ids], theirs: Sequence[Ids], *, other: str = "CTranslate2"
+) -> float:
+    """Return the share of outputs that are equal but for end tokens. other: name of the other side.
+
+    Raises BenchFailure if a side has not done all of the work.
+    """
     if subject.is_endless:
-        for side, targets in (("antiphon", ours), ("CTranslate2", theirs)):
+        for side, targets in (("antiphon", ours), (other, theirs)):
             if odd := {len(target) for target in targets} - {subject.max_new_tokens}:
                 raise BenchFailure(
                     f"decode, {subject.name}: {side} gave targets of {sorted(odd)} tokens, not {subject.max_new_tokens}"
                 )
-    return share_equal([[index for index in target if index != eos_id] for target in ours], theirs)
+    eos_id = subject.bundle.manifest.model.eos_id
+    words = [[[index for index in target if index != eos_id] for target in targets] for targets in (ours, theirs)]
+    return share_equal(*words)
 
 
-def _decode_case(subject: Subject) -> str:
+def decode_case(subject: Subject) -> str:
+    """Return the name of the case in tables."""
     return f"{subject.name}, " + (f"{subject.max_new_tokens} tokens each" if subject.is_endless else "sentences")
 
 
@@ -151,7 +159,7 @@ def _quality(
     sources, limit = subject.sources(len(corpus.texts)), subject.bundle.manifest.model.max_target_len
     best, findings = settings_for(subject, reference, rows, threads), []
     with Offline(*runners, rows=rows) as offline:
-        for words, shortlist in _vocabularies(subject):
+        for words, shortlist in vocabularies(subject):
             settings = replace(best, use_vmap=shortlist is not None)
             ours = offline.translate(sources, concurrency=len(sources), max_new_tokens=limit, shortlist=shortlist)
             _, theirs = reference.translate(prompts_of(sources), settings, limit)
@@ -162,7 +170,7 @@ def _quality(
                 rows=rows,
                 against=str(settings),
                 is_ctranslate2=True,
-                equal_outputs=_checked_share_equal(subject, ours, theirs, runners[0].facts.eos_id),
+                equal_outputs=checked_share_equal(subject, ours, theirs),
             )
             findings.append(case.finding([(bleu(texts[0], corpus), bleu(texts[1], corpus))], "BLEU", digits=2))
     return findings
@@ -188,7 +196,7 @@ def _beams_of(subject: Subject, setup: Setup) -> list[Finding]:
         greedy = partial(offline.translate, sources, concurrency=BEAM_REQUESTS, max_new_tokens=limit)
         paced = partial(greedy, beam_width=BEAM_WIDTH)
         theirs = partial(reference.translate, prompts_of(sources), settings, limit)
-        for words, shortlist in _vocabularies(subject):
+        for words, shortlist in vocabularies(subject):
             searched = partial(paced, concurrency=len(sources), shortlist=shortlist)
             targets = [[index for index in target if index != runners[0].facts.eos_id] for target in searched()]
             case = Case(
