@@ -2,12 +2,14 @@
 
     python -m antiphon.tools.bench.child_servers echo
     python -m antiphon.tools.bench.child_servers stages BUNDLE [FLAG ...]
+    python -m antiphon.tools.bench.child_servers waiting BUNDLE [FLAG ...]
 
 `echo` is a bare grpc.aio server that answers every call at once with the same message: what a call costs without any
 work. It prints `echo: ready on HOST:PORT`. `stages` is `antiphon serve` with these arguments. For every byte on
 standard input it prints {"stages": {name: seconds}, "all": seconds}: CPU time of the event loop since its start, for
-each stage of `STAGES`, and for all of its work. From the first byte on, its access lines are made but not shown. Both
-end with their parent's SIGTERM.
+each stage of `STAGES`, and for all of its work. From the first byte on, its access lines are made but not shown.
+`waiting` is `antiphon serve` with a device that only waits (waiting_device.py), and reports what that has measured,
+with CPU seconds of the event loop and of the process. All end with their parent's SIGTERM.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Generator, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from typing import Any
 from unittest import mock
 
@@ -60,18 +63,36 @@ def main() -> int:
         return 0
     from antiphon.cli.main import main as antiphon
 
-    times = StageTimes()
-    threading.Thread(target=_report, args=(times,), daemon=True).start()
-    with times.measuring():
+    with _reporting(kind):
         return antiphon(["serve", *arguments])
 
 
-def _report(times: StageTimes) -> None:
+@contextmanager
+def _reporting(kind: str) -> Iterator[None]:
+    """Measure in this context, and print the figures when they are asked for."""
+    times = StageTimes()
+    with ExitStack() as stack:
+        if kind == "stages":
+            stack.enter_context(times.measuring())
+            report = times.report
+        else:
+            from antiphon.tools.bench.waiting_device import in_place_of_a_card
+
+            device = stack.enter_context(in_place_of_a_card())
+
+            def report() -> dict[str, Any]:
+                return {"device": asdict(device.times), "loop_s": times.thread_s(), "process_s": time.process_time()}
+
+        threading.Thread(target=_report, args=(report,), daemon=True).start()
+        yield
+
+
+def _report(report: Callable[[], dict[str, Any]]) -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     # Not sys.stdin: a thread that waits in its buffer would stop the end of the interpreter.
     while os.read(_STDIN, 1):
         os.dup2(nowhere, _STDERR)
-        print(json.dumps({"stages": times.seconds, "all": times.thread_s()}), flush=True)
+        print(json.dumps(report()), flush=True)
 
 
 class StageTimes:
@@ -85,6 +106,10 @@ class StageTimes:
     def thread_s(self) -> float:
         """Return the CPU seconds of the main thread since its start."""
         return time.clock_gettime(time.pthread_getcpuclockid(self._thread))
+
+    def report(self) -> dict[str, Any]:
+        """Return the seconds of each stage, and of all work of the thread."""
+        return {"stages": self.seconds, "all": self.thread_s()}
 
     @contextmanager
     def measuring(self) -> Iterator[None]:

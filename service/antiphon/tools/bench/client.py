@@ -3,8 +3,9 @@
     python -m antiphon.tools.bench.client TARGET KIND CONCURRENCY MAX_NEW_TOKENS < sources.json
 
 Sources are texts or lists of ids. KIND: streams or unary (a call for each source), or many (one call). Prints
-{num_tokens, seconds, texts, first_s, total_s}: number of target tokens, end tokens included; time from the first
-request to the last answer; the answers; and, of each stream, the time to its first token and to its end.
+{num_tokens, seconds, cpu_s, texts, first_s, total_s}: number of target tokens, end tokens included; time from the first
+request to the last answer, and CPU time of this process meanwhile; the answers; and, of each stream, the time to its
+first token and to its end.
 """
 
 from __future__ import annotations
@@ -47,13 +48,14 @@ async def _measure(
 ) -> dict[str, object]:
     async with AsyncClient(target) as client:
         await client.connect()
-        started_s = time.perf_counter()
+        started_s, cpu_started_s = time.perf_counter(), time.process_time()
         answers = await way(client, sources, concurrency, options)
-        seconds = time.perf_counter() - started_s
+        seconds, cpu_s = time.perf_counter() - started_s, time.process_time() - cpu_started_s
     texts, num_tokens, first_s, total_s = (list(column) for column in zip(*answers, strict=True))
     return {
         "num_tokens": sum(num_tokens),
         "seconds": seconds,
+        "cpu_s": cpu_s,
         "texts": texts,
         "first_s": first_s,
         "total_s": total_s,

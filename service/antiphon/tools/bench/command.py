@@ -42,6 +42,7 @@ from antiphon.tools.bench.report import (
 from antiphon.tools.bench.rivals import rivals
 from antiphon.tools.bench.served import clients, grpc_overhead, one_user, stages, startup
 from antiphon.tools.bench.setup import MODELS, PRESETS, Setup
+from antiphon.tools.bench.simulated_device import simulated_device
 from antiphon.tools.bench.throughput import beams, decode, encode, engine, growth, sampling
 
 EXIT_FAILURE = 1
@@ -61,6 +62,7 @@ SECTIONS: dict[str, Callable[[Setup], list[Finding]]] = {
     "growth": growth,
     "graphs": graphs,
     "positions": positions,
+    "simulated_device": simulated_device,
     "host": host,
     "startup": startup,
     "kernels": kernels,

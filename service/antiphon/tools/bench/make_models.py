@@ -2,12 +2,14 @@
 
     python -m antiphon.tools.bench.make_models random PRESET FOLDER
     python -m antiphon.tools.bench.make_models transformers PRESET FOLDER
+    python -m antiphon.tools.bench.make_models cuda SHAPE FOLDER
     python -m antiphon.tools.bench.make_models ctranslate2 ORIGIN FOLDER
 
 `random` writes FOLDER/checkpoint and FOLDER/bundle; PRESET can end with a kind of the decoder's self-attention, as in
-base-ssru. `transformers` writes the same, with a checkpoint of transformers: BART of the preset's size. `ctranslate2`
-converts a checkpoint, or the weights of a bundle, to CTranslate2 in int8. All need torch, and the last two the package
-of their name. On an error, prints the reason to standard error in one line and exits with 2.
+base-ssru. `transformers` writes the same, with a checkpoint of transformers: BART of the preset's size. `cuda` writes
+graphs for GPUs in bfloat16, of a shape of gpu/decoding.py. `ctranslate2` converts a checkpoint, or the weights of a
+bundle, to CTranslate2 in int8. All need torch; `transformers` and `ctranslate2` also the package of their name. On an
+error, prints the reason to standard error in one line and exits with 2.
 """
 
 from __future__ import annotations
@@ -158,7 +160,15 @@ def _make_ctranslate2(origin: str, folder: Path) -> None:
     save_ctranslate2_model(checkpoint, folder, quantization="int8")
 
 
-_MAKERS = {"random": _make_random, "transformers": _make_transformers, "ctranslate2": _make_ctranslate2}
+def _make_cuda(shape: str, folder: Path) -> None:
+    from antiphon.tools.bench.gpu.decoding import random_bundle
+
+    random_bundle(shape, ("bfloat16",), ("cuda",), folder)
+
+
+_MAKERS = {
+    "random": _make_random, "transformers": _make_transformers, "cuda": _make_cuda, "ctranslate2": _make_ctranslate2,
+}  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -8,14 +8,15 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from antiphon.client import Source
 from antiphon.tools.bench.report import BenchFailure, Speed
+from antiphon.tools.bench.waiting_device import StepTimes
 
 _READY = re.compile(r"(?:antiphon|echo): ready(?:: .*)? on (?P<target>127[^,\s]+)")
 # Much longer than any normal run: turns a hang into an error.
@@ -29,7 +30,8 @@ class Served:
     ready_s: seconds from the start of the process to its ready line. Raises BenchFailure if the line never appears.
     """
 
-    def __init__(self, *module: str, stdin: int | None = None) -> None:
+    def __init__(self, *module: str, stdin: int | None = None, cores: Collection[int] | None = None) -> None:
+        """cores: those that it may use; None: all."""
         started_s = time.perf_counter()
         self._process = subprocess.Popen(
             [sys.executable, "-m", *module],
@@ -38,6 +40,8 @@ class Served:
             text=True,
             env=_environment(),
         )
+        if cores is not None:
+            os.sched_setaffinity(self._process.pid, cores)
         assert self._process.stdout is not None
         match = _READY.match(self._process.stdout.readline())
         self.ready_s = time.perf_counter() - started_s
@@ -65,6 +69,16 @@ class Served:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._end()
+
+    def _report(self) -> dict[str, Any]:
+        """Return what a server of child_servers.py reports."""
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None
+        assert stdout is not None
+        stdin.write("\n")
+        stdin.flush()
+        report: dict[str, Any] = json.loads(stdout.readline())
+        return report
 
     def _end(self) -> None:
         self._process.terminate()
@@ -103,43 +117,65 @@ class StagedServer(Served):
 
     def seconds(self) -> tuple[dict[str, float], float]:
         """Return CPU seconds of the event loop since its start: of each stage, and of all of its work."""
-        stdin, stdout = self._process.stdin, self._process.stdout
-        assert stdin is not None
-        assert stdout is not None
-        stdin.write("\n")
-        stdin.flush()
-        report = json.loads(stdout.readline())
+        report = self._report()
         return report["stages"], report["all"]
+
+
+class WaitingServer(Served):
+    """Ready `antiphon serve` process with a device that only waits."""
+
+    def __init__(self, bundle: Path, *, rows: int, cores: Collection[int]) -> None:
+        arguments = ("--device", "cuda", *_flags(rows, 1), "--log-level", "error")
+        super().__init__(_CHILD_SERVERS, "waiting", str(bundle), *arguments, stdin=subprocess.PIPE, cores=cores)
+
+    def times(self) -> tuple[StepTimes, float, float]:
+        """Return what the device measured, and CPU seconds of the event loop and of the process, since the start."""
+        report = self._report()
+        return StepTimes(**report["device"]), report["loop_s"], report["process_s"]
 
 
 @dataclass(frozen=True, slots=True)
 class ClientRun:
-    """Result of one client: its speed, the translations, and seconds of each stream to its first token and its end."""
+    """Result of one client: its speed, the translations, seconds of each stream to its first token and its end, and CPU
+    seconds of the client from the first request on."""
 
     speed: Speed
     texts: list[str]
     first_s: list[float]
     total_s: list[float]
+    cpu_s: float
 
 
 def run_client(
-    target: str, sources: Sequence[Source], *, concurrency: int, max_new_tokens: int, kind: str = "streams"
+    target: str,
+    sources: Sequence[Source],
+    *,
+    concurrency: int,
+    max_new_tokens: int,
+    kind: str = "streams",
+    cores: Collection[int] | None = None,
 ) -> ClientRun:
     """Translate sources in a child process, `concurrency` at a time.
 
-    kind: as in `client.py`. Raises BenchFailure when the client fails.
+    kind: as in `client.py`. cores: those that it may use; None: all. Raises BenchFailure when the client fails.
     """
     module = "antiphon.tools.bench.client"
-    ended = subprocess.run(
-        (sys.executable, "-m", module, target, kind, str(concurrency), str(max_new_tokens)),
-        input=json.dumps(list(sources)), stdout=subprocess.PIPE, text=True, timeout=PATIENCE_S, check=False,
-        env=_environment(),
-    )  # fmt: skip
-    if ended.returncode != 0:
+    command = (sys.executable, "-m", module, target, kind, str(concurrency), str(max_new_tokens))
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=_environment()
+    ) as process:
+        if cores is not None:
+            os.sched_setaffinity(process.pid, cores)
+        try:
+            output, _ = process.communicate(json.dumps(list(sources)), timeout=PATIENCE_S)
+        except BaseException:
+            process.kill()
+            raise
+    if process.returncode != 0:
         raise BenchFailure("the client failed; its error message is above")
-    answer = json.loads(ended.stdout)
+    answer = json.loads(output)
     speed = Speed(num_tokens=answer["num_tokens"], seconds=answer["seconds"])
-    return ClientRun(speed, answer["texts"], answer["first_s"], answer["total_s"])
+    return ClientRun(speed, answer["texts"], answer["first_s"], answer["total_s"], answer["cpu_s"])
 
 
 def _flags(rows: int, threads: int) -> list[str]:

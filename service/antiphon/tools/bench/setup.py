@@ -198,6 +198,13 @@ class Setup:
         folder = self.work / f"bart-{self.preset}-{_digest(_code_of_models())}"
         return self._random_subject("transformers", f"random BART, {self.preset}", folder), folder / "checkpoint"
 
+    def cuda_folder(self, shape: str) -> Path:
+        """Return the folder of a random model with graphs for GPUs. shape: of gpu/decoding.py."""
+        folder = self.work / f"cuda-{shape}-{_digest(_code_of_models())}"
+        if not (folder / "bundle").is_dir():
+            _make("cuda", shape, folder)
+        return folder
+
     def _random_subject(self, kind: str, name: str, folder: Path) -> Subject:
         if not (folder / "bundle").is_dir():
             _make(kind, self.preset, folder)

@@ -32,12 +32,17 @@ BART_LARGE: dict[str, object] = dict(
 )  # fmt: skip
 """Shape of facebook/bart-large (Lewis et al. 2020): 406 million weights."""
 SHAPES = ("bart-large", "base", "big", "tiny")
+THIN = "bart-large-thin"
+"""Lengths and vocabulary of bart-large with few weights, for a device that does not compute."""
 
 
 def shape_of(name: str) -> ModelConfig:
-    """Return `bart-large`, or a preset of the paper; `tiny` with heads and a vocabulary large enough."""
+    """Return `bart-large`, THIN, or a preset of the paper; `tiny` with heads and a vocabulary large enough."""
     if name == "bart-large":
         return ModelConfig.model_validate(BART_LARGE)
+    if name == THIN:
+        few = dict(d_model=32, encoder_layers=1, decoder_layers=1, num_heads=2, d_ff=64)
+        return ModelConfig.model_validate(BART_LARGE | few)
     return preset(name, **(dict(num_heads=2, vocab_size=320) if name == "tiny" else {}))
 
 
