@@ -199,6 +199,7 @@ class BatchBuilder:
             self_tables=inputs.tables.own[:num_rows],
             cross_tables=inputs.tables.cross[:num_rows],
             source_lens=inputs.source_lens[:num_rows],
+            num_own=inputs.tables.num_own[:num_rows],
             sampling=sampling,
             max_num_logprobs=max(0, int(sampling.ints("num_logprobs").max())),
         )

@@ -75,6 +75,8 @@ class DecodeBatch:
     """[R]: tokens of each row's source."""
     sampling: SamplingArrays
     """If this object is that of the step before, none of its arrays has changed since, the edits included."""
+    num_own: NDArray[np.int32] | None = None
+    """[R]: leading entries of self_tables that are blocks of the row alone and stay so while it runs; None: unknown."""
     max_num_logprobs: int = 0
     """The largest num_logprobs of sampling, at least 0: the width of the candidates in Samples."""
 

@@ -76,12 +76,14 @@ class CudaDecoder:
 
     def run(self, batch: DecodeBatch) -> Samples:
         """Run one step and return its samples. Raises ValueError for a wrong index, GraphError."""
-        check_batch(batch, self._bounds)
         rows = batch.num_rows
-        if batch.num_tokens != rows or len(batch.sampling) != rows:
-            self._last = self._ahead = None
-            return self._run_once(batch)
-        launched = self._found_ahead(batch) or self._launch(batch)
+        launched = self._found_ahead(batch)
+        if launched is None:
+            check_batch(batch, self._bounds)
+            if batch.num_tokens != rows or len(batch.sampling) != rows:
+                self._last = self._ahead = None
+                return self._run_once(batch)
+            launched = self._launch(batch)
         self._ahead = self._launch_ahead(launched, batch)
         self._last = launched
         launched.turn.event.wait()
@@ -135,7 +137,9 @@ class CudaDecoder:
         return bool((sampling.ints("num_logprobs") > 0).any())
 
     def _found_ahead(self, batch: DecodeBatch) -> _Launched | None:
-        """Return the step that was launched ahead if it is this batch."""
+        """Return the step that was launched ahead if it is this batch, which then needs no check: its numbers are those
+        of the last batch, one position further, with tokens that the device chose.
+        """
         ahead, last, self._ahead = self._ahead, self._last, None
         if ahead is None or last is None or not self._continues(last, batch):
             return None
@@ -213,9 +217,14 @@ def _can_go_ahead(batch: DecodeBatch, bounds: Bounds) -> bool:
     sampling = batch.sampling
     has_beams, is_forced = sampling.ints("is_normalized").any(), (sampling.ints("forced_id") >= 0).any()
     needs_host = sampling.edit_offsets[-1] > 0 or has_beams or is_forced
+    if needs_host:
+        return False
     following = batch.positions + np.int32(1)
-    has_room = (following % bounds.target_block_size != 0).all() and following.max() < bounds.max_target_len
-    return bool(has_room and not needs_host)
+    if batch.num_own is None:
+        has_room = following % bounds.target_block_size != 0
+    else:
+        has_room = following // bounds.target_block_size < batch.num_own
+    return bool(has_room.all() and following.max() < bounds.max_target_len)
 
 
 def _is_prefix(table: NDArray[np.int32], earlier: NDArray[np.int32], rows: int) -> bool:

@@ -1,7 +1,9 @@
 """Section `simulated_device`: what lies between a fast device and its clients, on a machine without one.
 
 The runner for GPUs and all that is above it run as they are, over a device that only waits (waiting_device.py). Server
-and client have cores of their own: the client the last, or the upper half where there are more than two.
+and client have cores of their own, half of them each. The parts of a step that belong to the engine's thread add up to
+all of it. A launch and a wait give the lock of the interpreter away, and the thread runs again once the event loop
+gives it back, or its core: this is part of a launch, and late after a wait.
 """
 
 from __future__ import annotations
@@ -111,7 +113,7 @@ def _parts(times: StepTimes, seconds: float, cpu_s: Mapping[str, float]) -> dict
         "engine: its own CPU": times.cpu_s,
     }
     parts = {"all": seconds, "device at work": times.busy_s, **in_engine}
-    parts["engine: the rest, for the lock of the interpreter and for requests"] = seconds - sum(in_engine.values())
+    parts["engine: the rest"] = seconds - sum(in_engine.values())
     parts |= {f"CPU of {name}": spent_s for name, spent_s in cpu_s.items()}
     return {name: 1e6 * spent_s / times.steps for name, spent_s in parts.items()}
 

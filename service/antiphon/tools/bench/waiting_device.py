@@ -40,8 +40,9 @@ _PR_SET_TIMERSLACK = 29  # of linux/prctl.h
 class StepTimes:
     """Decoder steps since the start, and seconds.
 
-    busy_s: work of the device, encoder passes included. launch_s, waiting_s: launches, and waits until the device had
-    finished. late_s: from then until the waiting thread ran again. cpu_s, wall_s: of the thread that launches steps.
+    busy_s: work of the device, encoder passes included. launch_s: launches, until the thread ran again. waiting_s:
+    waits until the device had finished. late_s: from then until the thread ran again. cpu_s: of the threads that launch
+    steps, from the first step of each on.
     """
 
     steps: int = 0
@@ -50,7 +51,6 @@ class StepTimes:
     waiting_s: float = 0.0
     late_s: float = 0.0
     cpu_s: float = 0.0
-    wall_s: float = 0.0
 
 
 class WaitingDevice(CudaDevice):
@@ -102,7 +102,9 @@ class WaitingDevice(CudaDevice):
     def stepped(self) -> None:
         """Note a decoder step of this thread."""
         self.times.steps += 1
-        self.times.cpu_s, self.times.wall_s = time.thread_time(), time.perf_counter()
+        cpu_s = time.thread_time()
+        self.times.cpu_s += cpu_s - getattr(self._thread, "cpu_s", cpu_s)
+        self._thread.cpu_s = cpu_s
 
     def allocate(self, num_bytes: int) -> DeviceMemory:
         """Return memory of the host full of zeros, whose pages the system gives at their first use."""

@@ -1,0 +1,72 @@
+"""The device of the section simulated_device, and the section itself; never their speed."""
+
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from antiphon.bundle.manifest import load_bundle
+from antiphon.server.settings import SHIPPED_BUNDLE
+from antiphon.tools.bench.corpus import everyday
+from antiphon.tools.bench.setup import Setup
+from antiphon.tools.bench.simulated_device import WAYS, divided_cores, simulated_device
+from antiphon.tools.bench.waiting_device import ENCODE_US, STEP_MS, StepTimes, WaitingDevice, difference
+
+
+def test_work_ends_in_the_order_of_its_launches() -> None:
+    device = WaitingDevice()
+    first, second = device.event(), device.event()
+    started_s = time.perf_counter()
+    device.launch(0.02)
+    first.record()
+    device.launch(0.03)
+    second.record()
+    first.wait()
+    assert time.perf_counter() - started_s >= 0.02
+    second.wait()
+    device.wait()
+    assert time.perf_counter() - started_s >= 0.05
+    assert device.times.busy_s == pytest.approx(0.05)
+    assert device.times.waiting_s <= 0.05 <= device.times.launch_s + device.times.waiting_s + device.times.late_s
+    device.sleep_until(started_s)  # has passed
+    before = StepTimes(**asdict(device.times))
+    device.stepped()
+    assert difference(device.times, before).steps == 1
+
+
+def test_memory_of_the_device_keeps_what_is_copied() -> None:
+    device = WaitingDevice()
+    there, back, memory = device.allocate_pinned(16), device.allocate_pinned(16), device.allocate(16)
+    there.array[:] = range(16)
+    device.copy_in(memory.address, there.address, 16)
+    there.array[:] = 0
+    device.copy_out(back.address, memory.address, 16)
+    assert back.array.tolist() == [*range(16)]
+
+
+def test_server_and_client_share_no_core_where_there_are_two() -> None:
+    ours, theirs = divided_cores()
+    assert ours
+    assert theirs
+    assert len(ours | theirs) < 2 or not ours & theirs
+
+
+@pytest.mark.combinations
+def test_tokens_and_parts_of_a_step_are_measured_for_every_way(tmp_path: Path) -> None:
+    setup = Setup(bundle=load_bundle(SHIPPED_BUNDLE), corpus=everyday(), work=tmp_path, rows=(2,), threads=1, repeat=1)
+    findings = simulated_device(setup)
+    cases = [finding.case for finding in findings if finding.unit == "tokens/s"]
+    assert cases == ["runner, one batch after another", "engine", *(f"2 rows, {way}" for way in WAYS.values())]
+    for case in cases:
+        parts = {
+            finding.case.removeprefix(f"{case}, "): finding.antiphon
+            for finding in findings
+            if finding.unit == "us a step" and finding.case.startswith(f"{case}, ")
+        }
+        # Two sources of 350 tokens for 128 steps of two rows.
+        assert parts["device at work"] >= 1e3 * STEP_MS[1]
+        assert parts["device at work"] <= 1e3 * STEP_MS[32] + 350 * ENCODE_US
+        assert parts["all"] >= parts["engine: launches"] + parts["engine: waits for the device"] > 0
+        in_engine = sum(value for name, value in parts.items() if name.startswith("engine: "))
+        assert in_engine == pytest.approx(parts["all"], abs=1)
