@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 from antiphon.bundle.manifest import Bundle
 from antiphon.bundle.session import cuda_session
 from antiphon.errors import GraphError
-from antiphon.ops.cache_geometry import blocks_for
+from antiphon.ops.cache_geometry import BLOCK_SIZE, blocks_for
 from antiphon.ops.cuda.driver import CudaDevice
 from antiphon.ops.sampling import Samples, SamplingArrays
 from antiphon.runtime.cuda.runner import CudaEncoderRunner, CudaRunner
@@ -43,7 +44,12 @@ EVERY_DECODER = pytest.mark.parametrize("bundle", ["attention", "ssru", "average
 
 
 class Rows:
-    """Rows of a runner, each with blocks of its own, and the tokens that it has been fed."""
+    """Rows of a runner, each with blocks of its own, and the tokens that it has been fed.
+
+    num_own: blocks that each row holds already; None: not known to the runner.
+    """
+
+    num_own: list[int] | None = None
 
     def __init__(self, runner: Runner, sources: Sequence[Sequence[int]]) -> None:
         self.runner = runner
@@ -61,6 +67,8 @@ class Rows:
     def step(self, fed: Sequence[Sequence[int]], sampling: SamplingArrays) -> Samples:
         """Feed tokens to every row."""
         batch = batch_of(fed, self.past_lens, self.source_lens, tables=(self.own, self.cross), sampling=sampling)
+        if self.num_own is not None:
+            batch = replace(batch, num_own=np.array(self.num_own, np.int32))
         samples = self.runner.decode(batch)
         self.past_lens = [past + len(tokens) for past, tokens in zip(self.past_lens, fed, strict=True)]
         return samples
@@ -180,14 +188,25 @@ def test_a_step_ahead_gives_the_same_tokens_and_is_used_while_rows_stay(
     assert ahead.num_ahead == 7  # all but the first, and those before the rows are known to stay
 
 
+def test_steps_ahead_enter_blocks_that_the_rows_hold(bundle: Bundle, device: CudaDevice, native: NativeRunner) -> None:
+    runner = CudaRunner(bundle, device, max_rows=2, precision="float32")
+    rows = Rows(runner, SOURCES[:2])
+    rows.num_own = [3, 3]
+    num_steps = 2 * BLOCK_SIZE + 2
+    assert rows.generate(num_steps, SampleSettings()) == Rows(native, SOURCES[:2]).generate(num_steps, SampleSettings())
+    assert runner.num_ahead == num_steps - 3  # as above
+
+
+@pytest.mark.parametrize("num_own", [None, [1, 3]])
 def test_a_step_ahead_writes_to_no_block_that_a_row_does_not_have_yet(
-    bundle: Bundle, device: CudaDevice, native: NativeRunner
+    bundle: Bundle, device: CudaDevice, native: NativeRunner, num_own: list[int] | None
 ) -> None:
     """The engine gives a row its second block before position 16; until then the table's entry is any number."""
     runner = CudaRunner(bundle, device, max_rows=2, precision="float32")
     results = []
     for each in (runner, native):
         rows = Rows(each, SOURCES[:2])
+        rows.num_own = num_own
         second_block, rows.own[0][1] = rows.own[0][1], rows.own[1][0]
         rows.generate(16, SampleSettings())
         rows.own[0][1] = second_block
