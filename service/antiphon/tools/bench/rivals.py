@@ -233,7 +233,7 @@ def _num_tokens(targets: Sequence[Sequence[int]]) -> int:
 @contextmanager
 def _marian_side(rival: Rival, folder: Path, texts: Sequence[str], rows: int, setup: Setup) -> Iterator[Side]:
     """Yield a side of one process (pymarian), or of a process for each thread, since fxtranslate has none."""
-    model, vocabulary, shortlist = (_find(folder, pattern) for pattern in ("[!l]*.bin", "*.spm", "lex*.bin"))
+    model, vocabulary, shortlist = (_find(folder, pattern) for pattern in ("model*.bin", "*.spm", "lex*.bin"))
     count, arguments = setup.threads, [str(model), str(vocabulary), str(shortlist)]
     if rival.program == "pymarian":
         npz = setup.work / f"{folder.name}.npz"
