@@ -128,7 +128,8 @@ def test_onnxruntime_is_imported_in_one_place() -> None:
         for path in (ROOT / folder).rglob("*.py")
         if re.search(r"^\s*(import|from) onnxruntime\b", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
     }
-    assert importing == {"model/antiphon/bundle/onnx_runtime.py"}
+    # The second runs in an environment of its own.
+    assert importing == {"model/antiphon/bundle/onnx_runtime.py", "service/antiphon/tools/bench/rival_programs.py"}
 
 
 def test_marks_that_make_test_leaves_out_are_explained_to_contributors_and_used() -> None:

@@ -101,8 +101,8 @@ class Setup:
     work: Path
     """Folder that keeps the generated models."""
     checkpoint: Path | None = None
-    """What the bundle was made of: float32 weights for CTranslate2 (None: the bundle's own weights), and the directory
-    that rivals read."""
+    """Origin of the bundle: float32 weights for CTranslate2 (None: the bundle's own weights), and the directory that
+    rivals read."""
     preset: str = "base"
     """Size of the random model."""
     rows: tuple[int, ...] | None = None
