@@ -14,11 +14,10 @@ namespace {
 constexpr Kernels MakeTable(const char* name) {
   Kernels table{};
   table.name = name;
-  table.input_bytes = kInputBytes;
   table.quantize = Quantize;
   table.quantized_product = QuantizedProduct;
   table.chosen_columns = ChosenColumns;
-  table.quantize_by_row = QuantizeByRow;
+  table.quantize_by_row = Quantize;
   table.nibble_product = NibbleProduct;
   table.float_product = FloatProduct;
   table.layer_norm = LayerNorm;

@@ -59,7 +59,7 @@ struct NibbleWeight {
 
 // Rows of activations, one scale and zero point each: value = (integer - zero) * step.
 struct QuantizedRows {
-  uint8_t* data;  // rows rounded up to 16, times padded_inputs, times the table's input_bytes
+  uint8_t* data;  // rows rounded up to 16, times padded_inputs
   float* steps;   // [rows]
   int32_t* zeros;
   int64_t rows;
@@ -183,7 +183,6 @@ constexpr float kBucketsPerRank = 64.0f;
 struct Kernels {
   const char* name;
 
-  int64_t input_bytes;  // of an activation that `quantize` writes, at most
   // int8: quantises rows begin .. end - 1 of x [rows, inputs]. Each table has its own layout of rows.data.
   void (*quantize)(const float* x, int64_t inputs, int64_t padded_inputs, const QuantizedRows& rows, int64_t begin,
                    int64_t end);

@@ -189,22 +189,10 @@ ANTIPHON_INLINE void StoreBytes(const F32 (&v)[kGroupVectors], uint8_t* to) {
 #endif
 }
 
-// As StoreBytes, with Bytes bytes for each number.
-template <int64_t Bytes>
-ANTIPHON_INLINE void StoreNumbers(const F32 (&v)[kGroupVectors], uint8_t* to) {
-  if constexpr (Bytes == 1) {
-    StoreBytes(v, to);
-  } else {
-    alignas(kDepth) uint8_t bytes[kDepth];
-    StoreBytes(v, bytes);
-    for (int half = 0; half < 2; ++half) Widen<Bytes>(bytes + half * kDepth / 2, to + half * kDepth);
-  }
-}
-
 // Rows without negative numbers use all 256 levels from 0 up; others use 255 levels around 128. Each group of 64
-// inputs starts `spacing` bytes after the group before. Bytes: of a number.
+// inputs starts `spacing` bytes after the group before.
 // mask: of the inputs that are no outliers, or null.
-template <bool masked, int64_t Bytes>
+template <bool masked>
 ANTIPHON_INLINE void QuantizeMasked(const float* x, const int32_t* mask, int64_t inputs, int64_t padded, uint8_t* row,
                                     int64_t spacing, float* step, int32_t* zero) {
   const auto without = [&](const F32& v, int64_t at) ANTIPHON_BODY {
@@ -241,20 +229,19 @@ ANTIPHON_INLINE void QuantizeMasked(const float* x, const int32_t* mask, int64_t
       const F32 v = left >= kLanes ? Load(x + at) : (left > 0 ? LoadPart(x + at, static_cast<int>(left)) : F32{});
       group[i] = Fma(without(v, at), factor, middle);
     }
-    StoreNumbers<Bytes>(group, row);
+    StoreBytes(group, row);
   }
 }
 
 // Quantises row `row` of x [rows, inputs] to `to`, and keeps its outliers.
-template <int64_t Bytes = 1>
 ANTIPHON_INLINE void QuantizeRow(const float* x, int64_t inputs, int64_t padded, const QuantizedRows& rows, int64_t row,
                                  uint8_t* to, int64_t spacing) {
   const float* from = x + row * inputs;
   float* step = rows.steps + row;
   int32_t* zero = rows.zeros + row;
-  if (rows.num_outliers == 0) return QuantizeMasked<false, Bytes>(from, nullptr, inputs, padded, to, spacing, step, zero);
+  if (rows.num_outliers == 0) return QuantizeMasked<false>(from, nullptr, inputs, padded, to, spacing, step, zero);
   for (int64_t i = 0; i < rows.num_outliers; ++i) rows.outliers[row * rows.num_outliers + i] = from[rows.columns[i]];
-  QuantizeMasked<true, Bytes>(from, rows.mask, inputs, padded, to, spacing, step, zero);
+  QuantizeMasked<true>(from, rows.mask, inputs, padded, to, spacing, step, zero);
 }
 
 // value + the sum over outliers of row `row` in the order of their columns. weights: of a panel, [num_outliers, 16].
@@ -264,18 +251,9 @@ ANTIPHON_INLINE F32 WithOutliers(F32 value, const QuantizedRows& rows, int64_t r
   return value;
 }
 
-void QuantizeByRow(const float* x, int64_t inputs, int64_t padded, const QuantizedRows& rows, int64_t begin,
-                   int64_t end) {
+void Quantize(const float* x, int64_t inputs, int64_t padded, const QuantizedRows& rows, int64_t begin, int64_t end) {
   for (int64_t row = begin; row < end; ++row) {
     QuantizeRow(x, inputs, padded, rows, row, rows.data + row * padded, kDepth);
-  }
-}
-
-void Quantize(const float* x, int64_t inputs, int64_t padded, const QuantizedRows& rows, int64_t begin, int64_t end) {
-  if (rows.rows == 1) return QuantizeByRow(x, inputs, padded, rows, begin, end);
-  for (int64_t row = begin; row < end; ++row) {
-    uint8_t* to = rows.data + row * padded * kInputBytes;
-    QuantizeRow<kInputBytes>(x, inputs, padded, rows, row, to, kDepth * kInputBytes);
   }
 }
 
@@ -328,7 +306,7 @@ ANTIPHON_INLINE void QuantizedColumns(const QuantizedRows& rows, const Quantized
   const bool has_next = num_panels - panel >= 2 * Panels;
   ForTiles(rows.rows, MostRows, [&](int64_t row, int height) {
     alignas(64) int32_t sums[MostRows * Panels * kPanel];
-    const uint8_t* first = rows.data + row * padded * kInputBytes;  // row 0 if there is one row
+    const uint8_t* first = rows.data + row * padded;
     WithHeight<MostRows>(height, [&](auto constant) {
       constexpr int kHeight = decltype(constant)::value;
       if constexpr (kHeight >= kFetchRows) {

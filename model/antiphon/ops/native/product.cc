@@ -148,7 +148,7 @@ Outliers CheckedOutliers(const Tensor& columns, const Tensor& weight, int64_t in
 }
 
 QuantizedBuffer::QuantizedBuffer(int64_t rows, int64_t padded_inputs, const Outliers& outliers)
-    : data_(static_cast<size_t>(RoundUp(rows, kPanel) * padded_inputs * ActiveKernels().input_bytes)),
+    : data_(static_cast<size_t>(RoundUp(rows, kPanel) * padded_inputs)),
       steps_(static_cast<size_t>(rows)),
       zeros_(static_cast<size_t>(rows)),
       mask_(static_cast<size_t>(outliers.count > 0 ? padded_inputs : 0)),

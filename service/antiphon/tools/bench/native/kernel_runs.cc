@@ -69,13 +69,11 @@ struct ProductShape {
   double MultiplyAdds() const { return static_cast<double>(rows * inputs * outputs); }
 };
 
-constexpr int64_t kMostInputBytes = 2;  // of all tables
-
 // Activations and room for their integers.
 class Activations {
  public:
   explicit Activations(const ProductShape& shape)
-      : shape_(shape), x_(shape.rows * shape.inputs), integers_(RoundUp(shape.rows, kPanel) * shape.Padded() * kMostInputBytes),
+      : shape_(shape), x_(shape.rows * shape.inputs), integers_(RoundUp(shape.rows, kPanel) * shape.Padded()),
         steps_(shape.rows), zeros_(shape.rows) {
     FillFloats(x_.data(), shape.rows * shape.inputs);
   }
