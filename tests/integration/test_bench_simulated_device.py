@@ -11,7 +11,7 @@ from antiphon.server.settings import SHIPPED_BUNDLE
 from antiphon.tools.bench.corpus import everyday
 from antiphon.tools.bench.setup import Setup
 from antiphon.tools.bench.simulated_device import WAYS, divided_cores, simulated_device
-from antiphon.tools.bench.waiting_device import ENCODE_US, STEP_MS, StepTimes, WaitingDevice, difference
+from antiphon.tools.bench.waiting_device import ENCODE_US, LAUNCH_US, STEP_MS, StepTimes, WaitingDevice, difference
 
 
 def test_work_ends_in_the_order_of_its_launches() -> None:
@@ -28,7 +28,9 @@ def test_work_ends_in_the_order_of_its_launches() -> None:
     device.wait()
     assert time.perf_counter() - started_s >= 0.05
     assert device.times.busy_s == pytest.approx(0.05)
-    assert device.times.waiting_s <= 0.05 <= device.times.launch_s + device.times.waiting_s + device.times.late_s
+    assert device.times.launch_s >= 2 * LAUNCH_US / 1e6
+    assert 0 <= device.times.waiting_s <= 0.05
+    assert device.times.late_s >= 0
     device.sleep_until(started_s)  # has passed
     before = StepTimes(**asdict(device.times))
     device.stepped()
@@ -68,5 +70,8 @@ def test_tokens_and_parts_of_a_step_are_measured_for_every_way(tmp_path: Path) -
         assert parts["device at work"] >= 1e3 * STEP_MS[1]
         assert parts["device at work"] <= 1e3 * STEP_MS[32] + 350 * ENCODE_US
         assert parts["all"] >= parts["engine: launches"] + parts["engine: waits for the device"] > 0
-        in_engine = sum(value for name, value in parts.items() if name.startswith("engine: "))
-        assert in_engine == pytest.approx(parts["all"], abs=1)
+        # All work is waited for, but for a step ahead of the last one.
+        assert parts["device at work"] <= 1.05 * parts["all"]
+        assert parts["engine: its own CPU"] > 0
+        if case.startswith("2 rows"):
+            assert min(parts["CPU of event loop"], parts["CPU of client"]) > 0

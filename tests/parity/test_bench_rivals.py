@@ -20,6 +20,7 @@ from antiphon.tools.bench.corpus import Corpus
 from antiphon.tools.bench.report import BenchError, BenchFailure
 from antiphon.tools.bench.rivals import OF_MARIAN, Rival, python_of, rivals, running
 from antiphon.tools.bench.setup import Setup
+from antiphon.tools.offline import Offline
 from tests.real_weights import firefox_model, unpacked
 
 PAD, END = 1, 2
@@ -88,7 +89,31 @@ def test_marian_model_is_measured_beside_the_programs_that_read_it(tmp_path: Pat
     assert {finding.unit for finding in findings} == {"sentences/s"}
     # Marian computes in float32, as the bundle does; fxtranslate in int8.
     assert {finding.equal_outputs for finding in findings if finding.against == "pymarian"} == {1.0}
+    # fxtranslate, in int8, answers each sentence alone: one process or two give the same texts, in the same places.
+    alone, shared = (
+        {
+            finding.case: finding.equal_outputs
+            for finding in findings
+            if (finding.rows, finding.against) == (rows, "fxtranslate")
+        }
+        for rows in (1, 4)
+    )
+    assert alone == shared
+    assert any(alone.values())
     assert all(finding.antiphon > 0 and finding.baseline for finding in findings)
+
+
+@pytest.mark.combinations
+def test_targets_of_the_random_model_have_one_length_on_both_sides(tmp_path: Path) -> None:
+    setup = replace(setup_of(load_bundle(SHIPPED_BUNDLE), tmp_path, tmp_path), preset="tiny")
+    subject, folder = setup.random_of_transformers
+    sources, longest = subject.sources(3), subject.max_new_tokens
+    with Offline(*setup.runners(subject, 2), rows=2) as offline:
+        ours = offline.translate(sources, concurrency=3, max_new_tokens=longest, ignore_eos=True)
+    model: Any = BartForConditionalGeneration.from_pretrained(folder)
+    request = {"sources": sources, "rows": 2, "max_new_tokens": longest, "is_endless": True}
+    theirs = rival_programs.generation(model)(request)
+    assert {len(target) for target in (*ours, *theirs)} == {longest}
 
 
 def test_directory_that_no_rival_reads_is_named(tmp_path: Path) -> None:

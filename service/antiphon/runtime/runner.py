@@ -76,7 +76,8 @@ class DecodeBatch:
     sampling: SamplingArrays
     """If this object is that of the step before, none of its arrays has changed since, the edits included."""
     num_own: NDArray[np.int32] | None = None
-    """[R]: leading entries of self_tables that are blocks of the row alone and stay so while it runs; None: unknown."""
+    """[R]: leading entries of self_tables that each row holds, for later steps too; None: unknown. A beam may read
+    blocks of other beams there."""
     max_num_logprobs: int = 0
     """The largest num_logprobs of sampling, at least 0: the width of the candidates in Samples."""
 

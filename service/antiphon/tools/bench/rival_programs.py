@@ -25,7 +25,7 @@ Program = Callable[[Request], list[Any]]
 
 
 def onnxruntime(folder: str, precision: str, threads: str) -> Program:
-    """Return ONNX Runtime with the graphs that Optimum exports, or quantises to int8 with a scale for each channel."""
+    """Return ONNX Runtime with the graphs that Optimum exports; int8: which it quantises, with a scale a channel."""
     from onnxruntime import SessionOptions
     from optimum.onnxruntime import ORTModelForSeq2SeqLM, ORTQuantizer
     from optimum.onnxruntime.configuration import AutoQuantizationConfig
@@ -95,7 +95,7 @@ def generation(model: Any) -> Program:
             batch = order[first : first + rows]
             width = max(len(sources[index]) for index in batch)
             ids = torch.tensor([sources[index] + [pad] * (width - len(sources[index])) for index in batch])
-            found = model.generate(
+            outputs = model.generate(
                 input_ids=ids,
                 attention_mask=(torch.arange(width) < torch.tensor([[len(sources[index])] for index in batch])).long(),
                 max_new_tokens=longest,
@@ -103,7 +103,7 @@ def generation(model: Any) -> Program:
                 num_beams=1,
                 do_sample=False,
             )
-            for index, target in zip(batch, found[:, 1:].tolist(), strict=True):
+            for index, target in zip(batch, outputs[:, 1:].tolist(), strict=True):
                 targets[index] = target
         return [_ended(target, model.config.eos_token_id) for target in targets]
 

@@ -38,7 +38,7 @@ from antiphon.tools.bench.throughput import checked_share_equal, decode_case, nu
 from antiphon.tools.offline import Offline
 
 ROWS = (1, 64)
-# Requests of one run of the random model: some programs take a minute for each.
+# Requests of the random model in one run, of which some programs need a minute.
 _RANDOM_FILLS, _MIN_REQUESTS = 2, 8
 
 _OPTIMUM = ("torch==2.13.0", "transformers==4.57.6", "optimum==2.1.0", "optimum-onnx==0.1.0")
@@ -232,7 +232,7 @@ def _num_tokens(targets: Sequence[Sequence[int]]) -> int:
 
 @contextmanager
 def _marian_side(rival: Rival, folder: Path, texts: Sequence[str], rows: int, setup: Setup) -> Iterator[Side]:
-    """Yield a side of one process (pymarian), or of a process for each thread, since fxtranslate has none."""
+    """Yield a side: one process of pymarian, or a process of fxtranslate, which has no threads, for each thread."""
     model, vocabulary, shortlist = (_find(folder, pattern) for pattern in ("model*.bin", "*.spm", "lex*.bin"))
     count, arguments = setup.threads, [str(model), str(vocabulary), str(shortlist)]
     if rival.program == "pymarian":
@@ -259,10 +259,10 @@ def _shared_out(children: Sequence[Child], texts: Sequence[str], rows: int) -> l
 
 def _find(folder: Path, pattern: str) -> Path:
     """Return a file of a Marian model. Raises BenchError, which names --checkpoint."""
-    found = sorted(folder.glob(pattern))
-    if not found:
+    paths = sorted(folder.glob(pattern))
+    if not paths:
         raise BenchError(f"--checkpoint {folder}: neither config.json of transformers nor {pattern} of Marian is there")
-    return found[0]
+    return paths[0]
 
 
 def _write_npz(model: MarianFile, path: Path) -> None:

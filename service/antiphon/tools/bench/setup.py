@@ -244,7 +244,8 @@ def _code_of_models() -> list[Path]:
     """Return the code that makes models; generated models of another version are not used again."""
     model, here = Path(antiphon.bundle.__file__).parents[1], Path(__file__).parent
     code = [path for path in sorted(model.rglob("*.py")) if not path.is_relative_to(model / "bundles")]
-    return [*code, here / "make_models.py", *sorted(here.glob("ctranslate2*.py"))]
+    makers = (here / "make_models.py", here / "gpu" / "decoding.py", *sorted(here.glob("ctranslate2*.py")))
+    return [*code, *makers]
 
 
 def _make(kind: str, origin: str, folder: Path) -> None:

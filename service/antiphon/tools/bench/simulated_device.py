@@ -100,8 +100,8 @@ def _run_served(server: WaitingServer, kind: str, sources: Sequence[Ids], rows: 
     run = run_client(server.target, sources, kind=kind, concurrency=rows, max_new_tokens=TARGET_LEN, cores=cores)
     after, loop_end_s, process_end_s = server.times()
     times, loop_s, process_s = difference(after, before), loop_end_s - loop_s, process_end_s - process_s
-    others = {"event loop": loop_s, "other threads": process_s - loop_s - times.cpu_s, "client": run.cpu_s}
-    return run.speed.num_tokens / run.speed.seconds, _parts(times, run.speed.seconds, others)
+    cpu_s = {"event loop": loop_s, "other threads": process_s - loop_s - times.cpu_s, "client": run.cpu_s}
+    return run.speed.num_tokens / run.speed.seconds, _parts(times, run.speed.seconds, cpu_s)
 
 
 def _parts(times: StepTimes, seconds: float, cpu_s: Mapping[str, float]) -> dict[str, float]:
