@@ -82,6 +82,8 @@ class Model:
             first = self.fed[name]
             assert batch.positions[fed].tolist() == list(range(first, first + len(self.pending[name])))
             assert tuple(batch.self_tables[row, : group.num_self_blocks]) == sequence.self_block_table
+            assert batch.num_own is not None
+            assert batch.num_own[row] == len(sequence.self_block_table)
             assert tuple(batch.cross_tables[row, : group.num_cross_blocks]) == group.cross_block_table
             assert batch.source_lens[row] == group.source_len
             chosen = batch.sampling

@@ -315,6 +315,9 @@ def test_static_batches_and_the_engine_give_the_outputs_of_each_source_alone(
         for concurrency in (1, 2 * rows):
             answers = offline.translate(sources, concurrency=concurrency, max_new_tokens=max_new_tokens)
             assert answers == expected
+        endless = offline.translate(sources, concurrency=2, max_new_tokens=max_new_tokens, ignore_eos=True)
+        assert [len(target) for target in endless] == [max_new_tokens] * len(sources)
+        assert EOS_ID not in {token for target in endless for token in target}
 
 
 @pytest.mark.parametrize(
