@@ -5,6 +5,7 @@ The tasks are in translation.py, masked_model.py, distill.py, fine_tune.py and l
 
 from __future__ import annotations
 
+import atexit
 import os
 import shutil
 from collections.abc import Callable
@@ -43,6 +44,8 @@ class Group:
         device = torch.device("cuda", local) if cuda else torch.device("cpu")
         if size > 1:
             torch.distributed.init_process_group("nccl" if cuda else "gloo")
+            # Ends the group's threads while the interpreter lives: one that needs it afterwards aborts the process.
+            atexit.register(torch.distributed.destroy_process_group)
         return cls(rank=int(os.environ.get("RANK", "0")), size=size, device=device)
 
     @property
