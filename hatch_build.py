@@ -51,7 +51,7 @@ INSTRUCTION_SETS = {
 # module was not compiled, Python runs its source, with equal results.
 ENGINE = SOURCE_ROOTS[1] / "antiphon" / "engine"
 # The first copies objects through their __dict__, which compiled ones do not have; the second is a coroutine.
-_NOT_COMPILED = (ENGINE / "logits_processors.py", ENGINE / "reader.py")
+_NOT_COMPILED = (ENGINE / "logits_processors.py", ENGINE / "reader.py", ENGINE / "remote.py")
 # mypyc puts the code of all modules into one library, which each module's own file loads by this name.
 _ENGINE_LIBRARY = "antiphon_engine"
 # Names this version of Python: the results for several versions are kept beside each other.

@@ -22,6 +22,8 @@ from antiphon.architecture.heads import Task as HeadTask
 from antiphon.domain.limits import EngineLimits
 from antiphon.domain.request import Arrival, FinishReason, Request, Task, TokenEvent
 from antiphon.domain.sampling_params import SamplingParams
+from antiphon.engine.sequence import SequenceGroup
+from antiphon.engine.stream import OutputStream
 from antiphon.ops.cache_geometry import blocks_for
 from antiphon.ops.sampling import SamplingArrays, sample
 from antiphon.runtime.runner import DecodeBatch, EncodeReport, ModelFacts, Runner, Samples
@@ -379,6 +381,12 @@ def scored(request: Request, target_ids: Sequence[int], *, name: str | None = No
         target_ids=tuple(target_ids),
         num_alternatives=request.num_logprobs or 0,
     )
+
+
+def stream_of(group: SequenceGroup) -> OutputStream:
+    """Return the stream of a request, whose reader is in this process."""
+    assert isinstance(group.stream, OutputStream)
+    return group.stream
 
 
 def tokens_of(events: Iterable[TokenEvent]) -> list[int]:

@@ -37,7 +37,7 @@ from antiphon.text.tokenizer import Tokenizer, byte_bpe_format
 from antiphon.transformer.layers import CrossAttention
 from antiphon.transformer.random_model import random_transformer
 from antiphon.transformer.transformer import Transformer
-from tests.fakes import FakeClock, changed, limits_for
+from tests.fakes import FakeClock, changed, limits_for, stream_of
 from tests.parity.transformers_reference import LogitsOf, Reference, generate
 
 Answers = dict[str, tuple[TokenEvent, ...]]
@@ -120,7 +120,7 @@ def answer(runner: NativeRunner, requests: Sequence[Request]) -> Answers:
             stepper.step()
             assert not queue  # no request had to wait for a row or a block
         assert pool.num_free == pool.num_blocks
-        return {group.request_id: loop.run_until_complete(group.stream.collect()) for group in groups}
+        return {group.request_id: loop.run_until_complete(stream_of(group).collect()) for group in groups}
 
 
 def eager_logits(model: Transformer, source: Sequence[int]) -> LogitsOf:

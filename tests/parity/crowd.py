@@ -25,7 +25,7 @@ from antiphon.observability.engine_metrics import Metrics
 from antiphon.observability.metrics import MetricFamilies
 from antiphon.runtime.native import NativeRunner
 from antiphon.runtime.runner import DecodeBatch, Runner, Samples
-from tests.fakes import FakeClock, limits_for
+from tests.fakes import FakeClock, limits_for, stream_of
 
 
 class Watcher:
@@ -98,4 +98,4 @@ class Crowd:
 
     def events(self, name: str) -> tuple[TokenEvent, ...]:
         """Return the terminal event of each output of a request."""
-        return self.loop.run_until_complete(self.groups[name].stream.collect())
+        return self.loop.run_until_complete(stream_of(self.groups[name]).collect())

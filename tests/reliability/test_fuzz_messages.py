@@ -10,7 +10,7 @@ from google.protobuf.message_factory import GetMessageClass
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from antiphon.engine.engine import Engine
+from antiphon.engine.remote import AnyEngine
 from antiphon.server.settings import SHIPPED_BUNDLE
 from antiphon.v1 import inference_pb2 as pb
 from tests.bundle_serving import serving_bundle
@@ -32,7 +32,7 @@ METHODS = {method.name: method for method in pb.DESCRIPTOR.services_by_name["Inf
 _NAMES = st.sampled_from([b"", b"", b"", b"", b"", b"", b"", b"nobody", b"\xff"])
 GIVEN = {"model": _NAMES, "source_language": _NAMES, "target_language": _NAMES}
 
-Served = tuple[grpc.Channel, Engine]
+Served = tuple[grpc.Channel, AnyEngine]
 
 
 @pytest.fixture(scope="module")

@@ -27,6 +27,14 @@ class AntiphonError(Exception):
     status = Status.INTERNAL
     reason = "INTERNAL"
 
+    def __reduce__(self) -> tuple[object, ...]:
+        return _copied, (type(self), self.args), self.__dict__
+
+
+def _copied(kind: type[AntiphonError], args: tuple[object, ...]) -> AntiphonError:
+    """Return a copy of an error that another process has sent, without a call of its class: that takes other values."""
+    return kind.__new__(kind, *args)
+
 
 class InWords(str):
     """Description of a field's value, for cases in which it is clearer than the value itself."""

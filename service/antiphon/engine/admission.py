@@ -12,7 +12,7 @@ from antiphon.domain.request import TARGET_TASKS, Pooling, Request, Task, head_o
 from antiphon.domain.sampling_params import check_tokens
 from antiphon.engine.kv_cache import first_blocks, may_run_short
 from antiphon.engine.sequence import SequenceGroup
-from antiphon.engine.stream import OutputStream
+from antiphon.engine.stream import RequestStream
 from antiphon.ops.cache_geometry import blocks_for
 from antiphon.runtime.runner import ModelFacts, Runner
 
@@ -42,7 +42,7 @@ def limits_of(runner: Runner, engine: EngineLimits) -> AdmissionLimits:
     )
 
 
-def admit(request: Request, stream: OutputStream, limits: AdmissionLimits) -> SequenceGroup:
+def admit(request: Request, stream: RequestStream, limits: AdmissionLimits) -> SequenceGroup:
     """Build the waiting group of a request, with the number of blocks of its source and of its targets.
 
     Raises InvalidArgument for a request that could not run even alone, Unsupported for one that the graphs cannot run.

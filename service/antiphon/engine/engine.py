@@ -12,6 +12,7 @@ takes no other lock than that of the queue.
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
 import sys
 import threading
@@ -34,12 +35,12 @@ from antiphon.domain.request import (
     Task,
     TokenEvent,
 )
-from antiphon.engine.admission import admit, check_ability, limits_of
+from antiphon.engine.admission import AdmissionLimits, admit, check_ability, limits_of
 from antiphon.engine.kv_cache import BlockHolder, BlockPool, holder_of
 from antiphon.engine.request_queue import RequestQueue
 from antiphon.engine.sequence import SequenceGroup
 from antiphon.engine.step import EngineState, Stepper
-from antiphon.engine.stream import OutputStream, Publisher
+from antiphon.engine.stream import Publisher, RequestStream
 from antiphon.observability.engine_metrics import Metrics
 from antiphon.runtime.runner import Runner
 from antiphon.runtime.warm_up import warm_up
@@ -142,6 +143,8 @@ class Engine:
         runners = (runner, *more_runners)
         for lane_runner in runners:
             _check_rows(lane_runner, limits)
+        self.request_numbers: Iterator[int] = itertools.count()
+        """Numbers that make the ids of requests unique."""
         self._limits = limits
         self._pool = BlockPool(runner.facts.num_blocks, runner.facts.block_size)
         self._admission = limits_of(runner, limits)
@@ -179,6 +182,11 @@ class Engine:
     def clock(self) -> Callable[[], float]:
         """Clock of arrival_s and deadline_s, in seconds."""
         return self._clock
+
+    @property
+    def admission(self) -> AdmissionLimits:
+        """Limits within which a request can run."""
+        return self._admission
 
     @property
     def is_alive(self) -> bool:
@@ -253,7 +261,7 @@ class Engine:
         for lane in self._lanes:
             lane.thread.start()
 
-    def submit(self, request: Request, stream: OutputStream) -> None:
+    def submit(self, request: Request, stream: RequestStream) -> None:
         """Accept a request, whose events `stream` delivers, or refuse it with an error.
 
         Raises InvalidArgument if it could never run, Unsupported if the graphs cannot run it, DeadlineExceeded
@@ -288,7 +296,7 @@ class Engine:
             self._wake_lanes()
         return True
 
-    def give_up(self, stream: OutputStream, cause: CancelCause) -> None:
+    def give_up(self, stream: RequestStream, cause: CancelCause) -> None:
         """Cancel an accepted request. If it has its answer already, count it as an answer that was not read."""
         stream.cancel_cause = cause
         if not self.cancel(stream.request_id, cause) and stream.end_reason in ANSWERED:
@@ -344,7 +352,7 @@ class Engine:
             lane.heartbeat.wake()
         self._wake.notify_all()
 
-    def _submit(self, request: Request, stream: OutputStream) -> None:
+    def _submit(self, request: Request, stream: RequestStream) -> None:
         group = admit(request, stream, self._admission)
         now_s = self._clock()
         if request.deadline_s is not None and request.deadline_s <= now_s:

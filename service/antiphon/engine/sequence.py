@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from antiphon.domain.request import BeamStep, CancelCause, Priority, Request, StopMatcher, Task, Timing
 from antiphon.engine.logits_processors import LogitsProcessors
-from antiphon.engine.stream import OutputStream, TokenSink
+from antiphon.engine.stream import RequestStream, TokenSink
 
 # A token sampled from a narrowed distribution costs 1 / NARROWING_COST more than another. Measured with the shipped
 # model, whose short steps consist largely of sampling: a token takes 72 us of CPU with temperature alone, and 106 with
@@ -82,7 +82,7 @@ class SequenceGroup:
     """Generation state of a request: all its rows, over one encoded source."""
 
     request: Request
-    stream: OutputStream
+    stream: RequestStream
     """Receives its events."""
     max_new_tokens: int
     """Maximum target tokens of an output, the end token included; the model has room for them."""

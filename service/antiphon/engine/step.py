@@ -32,7 +32,7 @@ from antiphon.engine.request_queue import RequestQueue
 from antiphon.engine.row_budget import RowBudget
 from antiphon.engine.scheduler import MAX_DEFERRED_STEPS, early_groups, may_encode_early, schedule
 from antiphon.engine.sequence import Sequence, SequenceGroup, SequenceState, sequences_of
-from antiphon.engine.stream import Item, OutputStream, Publisher, TokenSink
+from antiphon.engine.stream import Item, Publisher, RequestStream, TokenSink
 from antiphon.observability.engine_metrics import Metrics
 from antiphon.runtime.encoder_outputs import read_out
 from antiphon.runtime.runner import NOT_FINITE, EncodeReport, Runner, Samples
@@ -110,7 +110,7 @@ class Stepper:
         self._lane = self._budget.add_lane(self._rows)
         self._beams = BeamRows(self._rows, self._cache, runner)
         self._publisher = Publisher()
-        self._events: list[tuple[OutputStream, TokenEvent]] = []  # terminal events of this step
+        self._events: list[tuple[RequestStream, TokenEvent]] = []  # terminal events of this step
         self._has_failed = False  # the runner failed in this step, or returned no valid token
         self._num_deferred = 0  # of the scheduler
         self._last_decode_s = 0.0

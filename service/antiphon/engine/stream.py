@@ -1,10 +1,10 @@
-"""Streams of tokens from the engine's threads to their readers in event loops.
+"""Streams of tokens from the engine's threads to their readers: event loops, or other processes (`remote.py`).
 
-The engine publishes a whole step with one call into each event loop. A stream gives its reader the first token at once
-and merges later ones, because each message costs CPU time that the model needs. Tokens that nobody reads before the
-end of their output come with its terminal event, without a call in each step. Unread tokens are packed: a client that
-reads nothing would otherwise keep Python objects for every number of its answer, 3 KB for a token with 20 alternatives,
-where the packed numbers take 170 bytes.
+The engine publishes a whole step with one call into each event loop and one message to each process. A stream gives its
+reader the first token at once and merges later ones, because each message costs CPU time that the model needs. Tokens
+that nobody reads before the end of their output come with its terminal event, without a call in each step. Unread
+tokens are packed: a client that reads nothing would otherwise keep Python objects for every number of its answer, 3 KB
+for a token with 20 alternatives, where the packed numbers take 170 bytes.
 """
 
 from __future__ import annotations
@@ -115,18 +115,75 @@ def _unpacked(records: bytearray) -> list[TokenLogprob]:
 
 
 class TokenSink(Protocol):
-    """Receiver of the tokens of one output, in an event loop."""
+    """Receiver of the tokens of one output, where its reader is."""
 
     @property
     def request_id(self) -> str:
         """Request of the output."""
 
     @property
-    def loop(self) -> asyncio.AbstractEventLoop:
-        """Event loop in which `push` must be called."""
+    def reader(self) -> Reader:
+        """Event loop or process of its reader."""
 
-    def push(self, item: Item) -> None:
-        """Add a token; in the event loop only."""
+
+class RemoteReader(Protocol):
+    """Process that reads streams."""
+
+    def post(
+        self,
+        addresses: bytes,
+        items: SequenceABC[Item],
+        finals: SequenceABC[tuple[RemoteStream, TokenEvent]],
+    ) -> bool:
+        """Send items[i] to the output with addresses[i], as RemoteOutput packs them, then terminal events.
+
+        From any thread. Return False if the process has ended.
+        """
+
+
+Reader = asyncio.AbstractEventLoop | RemoteReader
+
+
+class RequestStream:
+    """What the engine knows of the stream of a request.
+
+    reader: event loop or process that reads it.
+    end_reason: reason for which the engine ended the request. The engine's thread sets it before the end is read.
+    cancel_cause: reason of the cancellation; None where the request was not cancelled.
+    number: of the request between its reader's process and the engine's, if they are two.
+    """
+
+    def __init__(self, request_id: str, reader: Reader, number: int = 0) -> None:
+        self.request_id = request_id
+        self.reader = reader
+        self.number = number
+        self.end_reason: FinishReason | None = None
+        self.cancel_cause: CancelCause | None = None
+
+    def output(self, index: int) -> TokenSink:
+        """Return the sink of an output."""
+        raise NotImplementedError
+
+
+class RemoteStream(RequestStream):
+    """Stream of a request whose reader is in another process."""
+
+    def output(self, index: int) -> TokenSink:
+        """Return the sink of an output."""
+        return RemoteOutput(self.request_id, self.reader, self.number << OUTPUT_BITS | index)
+
+
+OUTPUT_BITS = 16
+"""Bits of an output's index in its address; the others are the number of its request."""
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteOutput:
+    """Sink of an output whose reader is in another process. address: number of the request and index of the output."""
+
+    request_id: str
+    reader: Reader
+    address: int
 
 
 class _Stage(enum.Enum):
@@ -137,16 +194,14 @@ class _Stage(enum.Enum):
     EXHAUSTED = "exhausted"  # the last event has been read
 
 
-class OutputStream:
+class OutputStream(RequestStream):
     """Token events of one request, for one reader in one event loop. It is the sink of the first output.
 
     A reader calls `listen` and `take`. A coroutine can iterate instead, or `collect` the last events. Tokens are sent
     at most once per `coalesce_s` seconds, but first tokens and terminal events at once. Unread tokens are kept; the
     request's limit on new tokens bounds their number.
 
-    end_reason: reason for which the engine ended the request. The engine's thread sets it before the end is read.
     on_end: called with every terminal event when it arrives, read or not; None after the last.
-    cancel_cause: reason of the cancellation; None where the request was not cancelled.
     """
 
     def __init__(
@@ -154,10 +209,8 @@ class OutputStream:
     ) -> None:
         if coalesce_s < 0:
             raise ValueError(f"coalesce_s is {coalesce_s}; it must be 0 or more")
-        self.request_id = request_id
         self.loop = loop or asyncio.get_running_loop()
-        self.end_reason: FinishReason | None = None
-        self.cancel_cause: CancelCause | None = None
+        super().__init__(request_id, self.loop)
         self.on_end: Callable[[TokenEvent], None] | None = None
         self._coalesce_s = coalesce_s
         self._pending: dict[int, UnreadTokens] = {0: UnreadTokens()}
@@ -215,7 +268,7 @@ class OutputStream:
         self._wants_tokens = False
         return read_when(self._is_ended, self._arrival, lambda: tuple(self.take()))
 
-    def output(self, index: int) -> TokenSink:
+    def output(self, index: int) -> OutputStream | _Output:
         """Return the sink of an output."""
         return self if index == 0 else _Output(self, index)
 
@@ -331,84 +384,96 @@ class _Output:
         return self.stream.request_id
 
     @property
-    def loop(self) -> asyncio.AbstractEventLoop:
-        return self.stream.loop
+    def reader(self) -> Reader:
+        return self.stream.reader
 
     def push(self, item: Item) -> None:
         self.stream.push_to(self.index, item)
 
 
-@dataclass(slots=True)
-class _LoopBatch:
-    """The part of one step that one event loop receives: items[i] for streams[i], then terminal events.
+Final = tuple[RequestStream, TokenEvent]
+"""Terminal event of a stream."""
 
-    positions: index of each stream among the streams of all loops; empty if there is only one loop.
+
+@dataclass(slots=True)
+class _Part:
+    """The part of one step that one reader receives: items[i] for sinks[i], then terminal events.
+
+    positions: index of each sink among the sinks of all readers; empty if there is only one reader.
     """
 
-    streams: list[TokenSink]
+    sinks: list[TokenSink]
     positions: list[int]
-    finals: list[tuple[OutputStream, TokenEvent]]
+    finals: list[Final]
+    addresses: bytes | None = None
+    """Of the sinks, once another process has received some."""
 
-    def deliver(self, items: Iterable[Item], finals: Iterable[tuple[OutputStream, TokenEvent]]) -> None:
+    def deliver(self, items: Iterable[Item], finals: Iterable[Final]) -> None:
         """Pass the tokens and events to their streams; runs in the event loop."""
-        for stream, item in zip(self.streams, items, strict=True):
-            stream.push(item)
+        for sink, item in zip(self.sinks, items, strict=True):
+            cast("OutputStream | _Output", sink).push(item)
         for stream, event in finals:
-            stream.finish(event)
+            cast("OutputStream", stream).finish(event)
 
 
 class Publisher:
-    """Passes a step's tokens and terminal events from the engine's thread to the streams, one call per event loop."""
+    """Passes a step's tokens and terminal events from the engine's thread to the streams, one call per reader."""
 
     def __init__(self) -> None:
-        self._streams: SequenceABC[TokenSink] = ()
-        self._batches: dict[asyncio.AbstractEventLoop, _LoopBatch] = {}
+        self._sinks: SequenceABC[TokenSink] = ()
+        self._parts: dict[Reader, _Part] = {}
 
     def publish(
-        self,
-        streams: SequenceABC[TokenSink],
-        items: SequenceABC[Item],
-        finals: Iterable[tuple[OutputStream, TokenEvent]] = (),
+        self, sinks: SequenceABC[TokenSink], items: SequenceABC[Item], finals: Iterable[Final] = ()
     ) -> list[TokenSink]:
-        """Send items[i] to streams[i], then the terminal events. Return the streams whose loop is closed.
+        """Send items[i] to sinks[i], then the terminal events. Return the sinks whose reader has ended.
 
-        The assignment of streams to loops is kept while the caller passes the same `streams` object.
+        The assignment of sinks to readers is kept while the caller passes the same `sinks` object.
         """
-        if streams is not self._streams:
-            self._address(streams)
+        if sinks is not self._sinks:
+            self._address(sinks)
         for stream, event in finals:
-            self._batch_for(stream.loop).finals.append((stream, event))
+            self._part_for(stream.reader).finals.append((stream, event))
         lost: list[TokenSink] = []
-        for loop, batch in self._batches.items():
-            sent = items if len(batch.streams) == len(items) else [items[i] for i in batch.positions]
-            lost += _send(loop, batch, sent)
+        for reader, part in self._parts.items():
+            sent = items if len(part.sinks) == len(items) else [items[i] for i in part.positions]
+            lost += _send(reader, part, sent)
         return lost
 
-    def _address(self, streams: SequenceABC[TokenSink]) -> None:
-        self._streams = streams
-        self._batches = {}
-        loops = {stream.loop for stream in streams}
-        if len(loops) == 1:
-            self._batches[loops.pop()] = _LoopBatch(list(streams), [], [])
+    def _address(self, sinks: SequenceABC[TokenSink]) -> None:
+        self._sinks = sinks
+        self._parts = {}
+        readers = {sink.reader for sink in sinks}
+        if len(readers) == 1:
+            self._parts[readers.pop()] = _Part(list(sinks), [], [])
             return
-        for position, stream in enumerate(streams):
-            batch = self._batch_for(stream.loop)
-            batch.streams.append(stream)
-            batch.positions.append(position)
+        for position, sink in enumerate(sinks):
+            part = self._part_for(sink.reader)
+            part.sinks.append(sink)
+            part.positions.append(position)
 
-    def _batch_for(self, loop: asyncio.AbstractEventLoop) -> _LoopBatch:
-        batch = self._batches.get(loop)
-        if batch is None:
-            batch = self._batches[loop] = _LoopBatch([], [], [])
-        return batch
+    def _part_for(self, reader: Reader) -> _Part:
+        part = self._parts.get(reader)
+        if part is None:
+            part = self._parts[reader] = _Part([], [], [])
+        return part
 
 
-def _send(loop: asyncio.AbstractEventLoop, batch: _LoopBatch, items: SequenceABC[Item]) -> list[TokenSink]:
-    finals, batch.finals = batch.finals, []
+def _send(reader: Reader, part: _Part, items: SequenceABC[Item]) -> list[TokenSink]:
+    """Send the part of a reader. Return its sinks if the reader has ended: they will never be read."""
+    finals, part.finals = part.finals, []
     if not items and not finals:
         return []
+    if not isinstance(reader, asyncio.AbstractEventLoop):
+        if part.addresses is None:
+            part.addresses = array("Q", [cast("RemoteOutput", sink).address for sink in part.sinks]).tobytes()
+        return (
+            []
+            if reader.post(part.addresses, items, cast("list[tuple[RemoteStream, TokenEvent]]", finals))
+            else part.sinks
+        )
     try:
-        loop.call_soon_threadsafe(batch.deliver, items, finals)
-    except RuntimeError:  # the loop is closed: these streams will never be read
-        return batch.streams
+        reader.call_soon_threadsafe(part.deliver, items, finals)
+    except RuntimeError:  # the loop is closed
+        return part.sinks
     return []

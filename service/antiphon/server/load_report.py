@@ -17,7 +17,7 @@ from xds.data.orca.v3.orca_load_report_pb2 import OrcaLoadReport
 from xds.service.orca.v3 import orca_pb2
 
 from antiphon.domain.errors import InvalidArgument, Status
-from antiphon.engine.engine import Engine
+from antiphon.engine.remote import AnyEngine
 from antiphon.observability.call import CallRecord
 from antiphon.rpc.context import RequestContext
 from antiphon.rpc.endpoints import grpc_handler, idle_stream
@@ -137,11 +137,11 @@ class LoadServicer:
             await asyncio.sleep(max(interval_s, self._min_interval_s))
 
 
-def _cache_usage(engine: Engine) -> float:
+def _cache_usage(engine: AnyEngine) -> float:
     """Return the share of the cache blocks in use by requests, 0 to 1."""
     return (engine.num_blocks - engine.num_free_blocks) / max(1, engine.num_blocks)
 
 
-def _occupation(engine: Engine) -> float:
+def _occupation(engine: AnyEngine) -> float:
     """Return the utilisation of an engine: 1 if it can run no further request, above 1 if requests wait."""
     return max((engine.num_running + engine.num_waiting) / engine.max_num_seqs, _cache_usage(engine))

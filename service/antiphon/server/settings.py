@@ -232,6 +232,12 @@ class ServerConfig(AccessSettings):
         default=1,
         description="Processes that share the gRPC port and divide the cores; auto: by cores and size of the models.",
     )
+    fronts: int = Field(
+        default=0,
+        ge=0,
+        le=64,
+        description="Processes that answer calls in front of one process of the engines; 0: one process does both.",
+    )
     max_num_seqs: int = server_limit("max_num_seqs")
     max_num_batched_tokens: int = server_limit("max_num_batched_tokens")
     max_queued_requests: int = server_limit("max_queued_requests")

@@ -70,6 +70,8 @@ def load_config(arguments: argparse.Namespace) -> ServerConfig:
     except ValidationError as error:
         raise ConfigError(_explain(error, flags, config_file)) from None
     _check_ports(config)
+    if config.fronts and config.workers not in (1, "auto"):
+        raise ConfigError(f"fronts is {config.fronts} and workers is {config.workers}; with fronts workers must be 1")
     if config.device != "cpu" and config.workers not in (1, "auto"):
         raise ConfigError(f"workers is {config.workers} and device is {config.device}; one process serves a GPU")
     if problem := contradiction(config, has_admin=config.admin_port is not None):

@@ -17,7 +17,7 @@ from antiphon.engine.step import EngineState, Stepper
 from antiphon.engine.stream import OutputStream
 from antiphon.observability.engine_metrics import Metrics
 from antiphon.observability.metrics import MetricFamilies
-from tests.fakes import FakeClock, FakeRunner, changed, limits_for, request_of
+from tests.fakes import FakeClock, FakeRunner, changed, limits_for, request_of, stream_of
 
 BLOCK_SIZE = 4
 
@@ -115,7 +115,7 @@ class Bench:
 
     def outputs(self, group: SequenceGroup) -> tuple[TokenEvent, ...]:
         """Return the events of a finished request, one for each output."""
-        return self.loop.run_until_complete(asyncio.wait_for(group.stream.collect(), 30))
+        return self.loop.run_until_complete(asyncio.wait_for(stream_of(group).collect(), 30))
 
     def output(self, group: SequenceGroup) -> TokenEvent:
         """Return the event of a finished request with one output."""

@@ -13,7 +13,7 @@ from antiphon.domain.errors import InvalidArgument, Unsupported
 from antiphon.domain.request import Arrival, FinishReason, Pooling, Request, Task
 from antiphon.domain.sampling_params import SamplingParams
 from antiphon.ops.readout import scores_of
-from tests.fakes import EOS_ID, FIRST_WORD_ID, changed, request_of, scored, source_of
+from tests.fakes import EOS_ID, FIRST_WORD_ID, changed, request_of, scored, source_of, stream_of
 from tests.parity.transformers_reference import Reference, generate
 from tests.unit.engine.step_bench import Bench
 
@@ -226,7 +226,7 @@ def test_non_finite_head_outputs_end_only_their_own_requests(loop: asyncio.Abstr
     bench.finish()
     ended = {}
     for name, group in groups.items():
-        events = loop.run_until_complete(asyncio.wait_for(group.stream.collect(), 30))
+        events = loop.run_until_complete(asyncio.wait_for(stream_of(group).collect(), 30))
         ended[name] = events[-1].finish_reason
     assert ended.pop("classify") is FinishReason.ERROR
     assert set(ended.values()) == {FinishReason.STOP}

@@ -19,7 +19,7 @@ from antiphon.domain.errors import EngineFault, InvalidArgument
 from antiphon.domain.request import Arrival, FinishReason, Pooling, Request, StopMatcher, Task, TokenEvent
 from antiphon.domain.sampling_params import SamplingParams
 from antiphon.engine.sequence import SequenceGroup, SequenceState
-from tests.fakes import BOS_ID, EOS_ID, FIRST_WORD_ID, changed, request_of, scored, source_of
+from tests.fakes import BOS_ID, EOS_ID, FIRST_WORD_ID, changed, request_of, scored, source_of, stream_of
 from tests.parity.search_steps import check_steps, replay
 from tests.parity.transformers_reference import LogitsOf, Reference, generate
 from tests.unit.engine.step_bench import Bench
@@ -189,7 +189,7 @@ def drain(bench: Bench, group_name: str, request: Request) -> tuple[list[TokenEv
     events: list[TokenEvent] = []
 
     async def read() -> None:
-        events.extend([event async for event in group.stream])
+        events.extend([event async for event in stream_of(group)])
 
     reader = bench.loop.create_task(read())
     while bench.stepper.has_work:

@@ -14,7 +14,7 @@ from antiphon.domain.request import Arrival, CancelCause, FinishReason, Request,
 from antiphon.domain.sampling_params import SamplingParams
 from antiphon.engine.sequence import SequenceGroup, SequenceState
 from antiphon.ops.cache_geometry import blocks_for
-from tests.fakes import EOS_ID, changed, request_of, scored, source_of
+from tests.fakes import EOS_ID, changed, request_of, scored, source_of, stream_of
 from tests.unit.engine.step_bench import BLOCK_SIZE, Bench, expected
 
 
@@ -320,7 +320,7 @@ def _check_outputs(bench: Bench) -> None:
             finished += 1
         assert event.token_ids == token_ids[: len(event.token_ids)]
         with pytest.raises(StopAsyncIteration):
-            bench.loop.run_until_complete(sequence.stream.collect())
+            bench.loop.run_until_complete(stream_of(sequence).collect())
     assert finished > 0
     counted = [bench.sample("request_success_total", finished_reason=reason) or 0 for reason in ("stop", "length")]
     assert sum(counted) == finished

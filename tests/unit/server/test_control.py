@@ -17,6 +17,7 @@ from antiphon.architecture.heads import HeadConfig
 from antiphon.bundle.manifest import MANIFEST_NAME
 from antiphon.domain.errors import BadBundle, LastModel, ModelExists, ModelNotFound, OverBudget, Unavailable
 from antiphon.domain.sampling_params import SamplingParams
+from antiphon.engine.engine import Engine
 from antiphon.engine.stream import OutputStream
 from antiphon.observability.metrics import MetricFamilies
 from antiphon.ops.cache_geometry import BLOCK_SIZE, blocks_for
@@ -89,6 +90,7 @@ async def test_unload_frees_the_runner_its_pool_and_its_workspace_round_after_ro
     for _ in range(3):
         served = await host.control.load(plan("second"))
         await ask(served).collect()
+        assert isinstance(served.engine, Engine)
         stepper = served.engine._lanes[0].stepper
         assert stepper is not None
         runner: Any = stepper._runner

@@ -16,8 +16,8 @@ from antiphon.architecture.config import Part
 from antiphon.domain.errors import InvalidArgument, InWords, Unsupported
 from antiphon.domain.request import Arrival, Request, Task
 from antiphon.domain.sampling_params import SamplingParams, check_tokens
-from antiphon.engine.engine import Engine
 from antiphon.engine.logits_processors import LogitsProcessors
+from antiphon.engine.remote import AnyEngine
 from antiphon.ops.logits_warpers import Stage, StageDistribution, Warp, likeliest_ids, sampling_stages
 from antiphon.ops.sampling import FLOAT_PARAMS, as_float32
 from antiphon.rpc.context import RequestContext
@@ -53,7 +53,7 @@ class AnalysisThread:
     ran one (20 MB for the explain graph of the shipped model), so they share one thread.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: AnyEngine) -> None:
         self._engine = engine
         self._thread = ThreadPoolExecutor(1, "analysis")
 
@@ -239,7 +239,7 @@ class NextTokens:
     meaning.
     """
 
-    def __init__(self, model: ModelInfo, engine: Engine, requests: RequestReader, thread: AnalysisThread) -> None:
+    def __init__(self, model: ModelInfo, engine: AnyEngine, requests: RequestReader, thread: AnalysisThread) -> None:
         self._model = model
         self._engine = engine
         self._requests = requests

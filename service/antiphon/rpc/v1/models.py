@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from antiphon.domain.errors import LastModel, Loading, ModelExists, ModelNotFound
-from antiphon.engine.engine import Engine
+from antiphon.engine.remote import AnyEngine
 from antiphon.observability.engine_metrics import Metrics
 from antiphon.rpc.v1.servicer import InferenceServicer
 from antiphon.v1 import inference_pb2 as pb
@@ -26,7 +26,7 @@ class LoadedModel:
     name: str
     precision: str
     servicer: InferenceServicer
-    engine: Engine
+    engine: AnyEngine
     description: pb.Model
     metrics: Metrics
 

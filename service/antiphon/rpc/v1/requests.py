@@ -6,7 +6,6 @@ generation options are in `options.py`, those of texts and ids in `inputs.py`.
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +14,7 @@ from numpy.typing import NDArray
 from antiphon.domain.errors import InvalidArgument, InWords
 from antiphon.domain.request import Arrival, Pooling, Priority, Request, Task
 from antiphon.domain.sampling_params import Controls, SamplingParams
-from antiphon.engine.engine import Engine
+from antiphon.engine.remote import AnyEngine
 from antiphon.rpc.context import RequestContext
 from antiphon.rpc.v1.inputs import HasSource, Inputs, Source
 from antiphon.rpc.v1.languages import HasOptions, languages_of, source_languages
@@ -37,9 +36,8 @@ _PRIORITIES = {
 class Arrivals:
     """Gives arrivals to the requests of one engine. For the event loop."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: AnyEngine) -> None:
         self._engine = engine
-        self._numbers = itertools.count()
 
     def next(self, message: EngineMessage, context: RequestContext) -> Arrival:
         """Return the arrival of a request. Raises InvalidArgument, or QueueFull if full."""
@@ -51,7 +49,7 @@ class Arrivals:
         left_s = context.remaining_s()
         return Arrival(
             # The number makes the id unique: clients may send the same id twice.
-            request_id=f"{context.request_id}/{next(self._numbers)}",
+            request_id=f"{context.request_id}/{next(self._engine.request_numbers)}",
             arrival_s=arrival_s,
             deadline_s=None if left_s is None else arrival_s + left_s,
             client=context.caller,
@@ -103,7 +101,7 @@ MAX_FILLINGS = 100
 class RequestReader:
     """Reads the messages to one model. For the event loop."""
 
-    def __init__(self, model: ModelInfo, engine: Engine, inputs: Inputs, arrivals: Arrivals) -> None:
+    def __init__(self, model: ModelInfo, engine: AnyEngine, inputs: Inputs, arrivals: Arrivals) -> None:
         self._model = model
         self._options = OptionReader(model.config.vocab_size, model.generation)
         self._engine = engine

@@ -7,7 +7,7 @@ Reads a message into a typed request, submits it, and writes its events as messa
 from __future__ import annotations
 
 from antiphon.domain.request import EncoderOutputs, Request, Task, TokenEvent, head_of
-from antiphon.engine.engine import Engine
+from antiphon.engine.remote import AnyEngine
 from antiphon.rpc.context import RequestContext
 from antiphon.rpc.v1.analysis import AnalysisThread, Explanations, NextTokens, Positions
 from antiphon.rpc.v1.inputs import Inputs, LongTexts
@@ -25,6 +25,7 @@ from antiphon.rpc.v1.responses import (
     usage,
 )
 from antiphon.rpc.v1.streaming import Pacing, Submission, Submitted
+from antiphon.text.tokenizer import Tokenizer
 from antiphon.v1 import inference_pb2 as pb
 
 
@@ -34,7 +35,7 @@ class InferenceServicer:
     Methods raise AntiphonError; `middleware.py` converts it to a status.
     """
 
-    def __init__(self, model: ModelInfo, engine: Engine, pacing: Pacing, long_texts: LongTexts) -> None:
+    def __init__(self, model: ModelInfo, engine: AnyEngine, pacing: Pacing, long_texts: LongTexts) -> None:
         self._model = model
         self._inputs = Inputs(model.tokenizer, model.text, model.config, model.description.limits, long_texts)
         arrivals = Arrivals(engine)
@@ -44,6 +45,11 @@ class InferenceServicer:
         self._explanations = Explanations(model, self._inputs, arrivals, self._submission, thread)
         self._positions = Positions(model, thread)
         self._next_tokens = NextTokens(model, engine, self._requests, thread)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Tokenizer of the model."""
+        return self._model.tokenizer
 
     async def generate(self, message: pb.GenerateRequest, context: RequestContext) -> None:
         """Stream the outputs in deltas."""

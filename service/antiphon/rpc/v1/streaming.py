@@ -15,7 +15,7 @@ import grpc.aio
 
 from antiphon.domain.errors import AntiphonError, InvalidArgument, SlowReader
 from antiphon.domain.request import CancelCause, Request, TokenEvent
-from antiphon.engine.engine import Engine
+from antiphon.engine.remote import AnyEngine
 from antiphon.engine.stream import OutputStream
 from antiphon.observability.call import CallRecord
 from antiphon.rpc.v1.options import as_option, prefix_field
@@ -55,7 +55,7 @@ class Submitted:
     """Request that an engine has accepted: its stream, and the writer of its messages."""
 
     request: Request
-    engine: Engine
+    engine: AnyEngine
     stream: OutputStream
     answer: Answer
 
@@ -63,7 +63,7 @@ class Submitted:
 class Submission:
     """The way of one model's requests into its engine. For the event loop."""
 
-    def __init__(self, engine: Engine, pacing: Pacing) -> None:
+    def __init__(self, engine: AnyEngine, pacing: Pacing) -> None:
         self._engine = engine
         self._pacing = pacing
 
@@ -122,7 +122,7 @@ _CLOCKS_APART_S = 0.02
 
 
 @contextlib.contextmanager
-def cancelled_on_error(engine: Engine, request: Request, stream: OutputStream, record: CallRecord) -> Iterator[None]:
+def cancelled_on_error(engine: AnyEngine, request: Request, stream: OutputStream, record: CallRecord) -> Iterator[None]:
     """Read a submitted request's stream within the context. An exception that leaves the context cancels the request.
 
     An AntiphonError other than SlowReader does not, since it comes from the engine, which has ended the request. The

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from grpc_health.v1.health_pb2 import HealthCheckResponse
 
 from antiphon.domain.errors import BadBundle, Unavailable
-from antiphon.engine.engine import Engine
+from antiphon.engine.remote import AnyEngine
 from antiphon.rpc.background import ignore_result, in_background
 from antiphon.rpc.v1.models import LoadedModel, Models
 from antiphon.server.models.loading import SharedResources, StartupError, load
@@ -34,6 +34,8 @@ class Control:
 
     def __init__(self, models: Models, resources: SharedResources, announce: Announce) -> None:
         self.models = models
+        self.on_change: Callable[[], None] | None = None
+        """Called when the models served have changed."""
         self._resources = resources
         self._announce = announce
         self._changing = asyncio.Lock()
@@ -59,6 +61,7 @@ class Control:
         """Serve a loaded model. Raises ModelExists."""
         self.models.add(served)
         served.engine.start()
+        self._changed()
         await self._announce(served.name, HealthCheckResponse.SERVING)
 
     async def load(self, plan: ModelPlan) -> LoadedModel:
@@ -82,7 +85,7 @@ class Control:
         return all(await asyncio.gather(*drained))
 
     @property
-    def _engines(self) -> list[Engine]:
+    def _engines(self) -> list[AnyEngine]:
         return [served.engine for served in (*self.models, *self._leaving)]
 
     async def _finish(self, change: Coroutine[Any, Any, _A]) -> _A:
@@ -108,6 +111,7 @@ class Control:
         async with self._changing:
             served = self.models.remove(name)
             self._leaving.append(served)
+            self._changed()
             await self._announce(name, HealthCheckResponse.NOT_SERVING)
             has_drained = await asyncio.to_thread(served.engine.drain, grace_s)
             self._leaving.remove(served)
@@ -125,6 +129,10 @@ class Control:
             ignore_result(loading)
         self._check_running()
         return loading.result()
+
+    def _changed(self) -> None:
+        if self.on_change is not None:
+            self.on_change()
 
     def _check_running(self) -> None:
         if self._stopping.is_set():

@@ -13,6 +13,7 @@ from antiphon.domain.errors import InvalidArgument
 from antiphon.domain.limits import EncodeBudget, EngineLimits
 from antiphon.engine.admission import limits_of
 from antiphon.engine.engine import Engine
+from antiphon.engine.remote import EngineLink, RemoteEngine, RemoteModel
 from antiphon.errors import BundleError, ModelError
 from antiphon.observability.engine_metrics import Metrics
 from antiphon.observability.metrics import MetricFamilies
@@ -32,6 +33,7 @@ from antiphon.runtime.lanes import (
     open_runner,
     possible_lanes,
 )
+from antiphon.runtime.runner import ModelFacts
 from antiphon.runtime.warm_up import NotFinite, warm_up
 from antiphon.server.models.memory import (
     LIMIT_MARGIN,
@@ -50,6 +52,9 @@ from antiphon.text.tokenizer import Tokenizer, open_tokenizer
 from antiphon.v1 import inference_pb2 as pb
 
 log = logging.getLogger(__name__)
+
+# Time for the engine's process to serve a model that a front loads: it loads it first.
+_ENGINE_PATIENCE_S = 60.0
 
 
 class StartupError(Exception):
@@ -72,6 +77,8 @@ class SharedResources:
     needs_device: bool = True
     """False to run a model on the processor if its bundle has no cuda graphs."""
     long_texts: LongTexts = field(default_factory=LongTexts)
+    engine_link: EngineLink | None = None
+    """Link of a front to the process of the engines; None where the engines are in this process."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,10 +130,11 @@ class _Processor:
             runners=runners,
             limits=replace(limits, encode_budget=_encode_budget(bundle, plan, len(runners))),
             memory=need.memory,
-            scorer=self._scorer() if runners[0].facts.has_decoder else None,
+            scorer=self.scorer() if runners[0].facts.has_decoder else None,
         )
 
-    def _scorer(self) -> NextTokenScorer:
+    def scorer(self) -> NextTokenScorer:
+        """Return the scorer of next tokens, which opens the graphs at its first call."""
         limit_bytes, precision = self.plan.limits.workspace_limit_bytes, self.graphs.precision
         return NextTokenScorer(
             partial(
@@ -191,6 +199,8 @@ def load(plan: ModelPlan, resources: SharedResources) -> LoadedModel:
     try:
         bundle = load_bundle(plan.path)
         name = plan.name or bundle.manifest.name
+        if resources.engine_link is not None:
+            return _open_remote(bundle, name, plan, resources, resources.engine_link)
         backend = _backend(bundle, plan, resources)
         need = backend.need()
         resources.budget.reserve(name, need)
@@ -224,19 +234,7 @@ def _open(
         _warm_up(bundle, graphs, lane_runner)
     description = _described(bundle, runner, tokenizer, opened.limits, plan)
     description.name = name
-    explainer = Explainer(bundle, precision=runner.facts.precision)
-    positions = bundle.manifest.positions
-    model = ModelInfo(
-        description=description,
-        tokenizer=tokenizer,
-        text=bundle.manifest.text,
-        config=bundle.manifest.model,
-        explainer=explainer if explainer.is_available else None,
-        scorer=opened.scorer,
-        read_position_tables=None if positions is None else partial(read_position_tables, bundle.file(positions)),
-        generation=bundle.manifest.generation,
-        shortlist=open_shortlist(bundle) if runner.facts.lowering == "native" else None,  # GPUs have no kernel for it
-    )
+    model = _model_info(bundle, description, tokenizer, runner.facts, opened.scorer)
     metrics = _metrics(Metrics(resources.families, name), bundle, graphs, opened.memory)
     metrics.watch_arena(*(lane_runner.workspace for lane_runner in opened.runners))
     engine = Engine(runner, opened.limits, metrics, more_runners=opened.runners[1:])
@@ -247,6 +245,61 @@ def _open(
         engine=engine,
         description=description,
         metrics=metrics,
+    )
+
+
+def _open_remote(
+    bundle: Bundle, name: str, plan: ModelPlan, resources: SharedResources, link: EngineLink
+) -> LoadedModel:
+    """Return a model whose engine is in another process. Raises StartupError if that does not serve it in time."""
+    remote = link.model(name, _ENGINE_PATIENCE_S)
+    if remote is None:
+        raise StartupError(f"the process of the engine does not serve a model {name!r}")
+    tokenizer, facts = _tokenizer(bundle), remote.facts
+    description = pb.Model.FromString(remote.description)
+    scorer = None
+    if facts.lowering == "native" and facts.has_decoder:
+        scorer = _Processor(bundle, bundle.graph_set(plan.precision), plan, resources.num_workers).scorer()
+    metrics = Metrics(resources.families, name)
+    engine = RemoteEngine(name, link, remote, tokenizer, metrics)
+    model = _model_info(bundle, description, tokenizer, facts, scorer)
+    return LoadedModel(
+        name=name,
+        precision=facts.precision,
+        servicer=InferenceServicer(model, engine, resources.pacing, resources.long_texts),
+        engine=engine,
+        description=description,
+        metrics=metrics,
+    )
+
+
+def _model_info(
+    bundle: Bundle, description: pb.Model, tokenizer: Tokenizer, facts: ModelFacts, scorer: NextTokenScorer | None
+) -> ModelInfo:
+    explainer = Explainer(bundle, precision=facts.precision)
+    positions = bundle.manifest.positions
+    return ModelInfo(
+        description=description,
+        tokenizer=tokenizer,
+        text=bundle.manifest.text,
+        config=bundle.manifest.model,
+        explainer=explainer if explainer.is_available else None,
+        scorer=scorer,
+        read_position_tables=None if positions is None else partial(read_position_tables, bundle.file(positions)),
+        generation=bundle.manifest.generation,
+        shortlist=open_shortlist(bundle) if facts.lowering == "native" else None,  # GPUs have no kernel for it
+    )
+
+
+def remote_model(served: LoadedModel) -> RemoteModel:
+    """Return what a front knows of a model of this process."""
+    assert isinstance(served.engine, Engine)
+    limits = served.engine.admission
+    return RemoteModel(
+        description=served.description.SerializeToString(),
+        engine=replace(limits.engine, encode_budget=None),
+        facts=limits.facts,
+        may_run_short=limits.may_run_short,
     )
 
 

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 
 from antiphon.domain.errors import AntiphonError, Unavailable
+from antiphon.server.workers.division import Role
 from antiphon.server.workers.link import LinkLost
 from antiphon.server.workers.supervisor import WorkerProcess
 from antiphon.v1 import admin_pb2 as pb
@@ -70,7 +71,8 @@ class WorkersAdmin:
 
     async def get_cache(self, message: pb.GetCacheRequest, context: object = None) -> pb.GetCacheResponse:
         """Return the cache blocks of each model in every worker."""
-        request, workers = message.SerializeToString(), self._workers()
+        request = message.SerializeToString()
+        workers = [worker for worker in self._workers() if worker.spec.role is not Role.FRONT]
         answers = await asyncio.gather(*(_call(worker, "get_cache", request) for worker in workers))
         caches = []
         for worker, answer in zip(workers, answers, strict=True):

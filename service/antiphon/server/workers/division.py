@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -19,9 +20,22 @@ BYTES_PER_CORE = 32 << 20
 _TOPOLOGY = Path("/sys/devices/system/cpu")
 
 
+class Role(enum.StrEnum):
+    """Part of a server that a process is."""
+
+    BOTH = "both"
+    """Answers calls with engines of its own."""
+    ENGINE = "engine"
+    """Has the engines, and no port."""
+    FRONT = "front"
+    """Answers calls with the engines of another process."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Division:
     """Share of one worker."""
+
+    role: Role = Role.BOTH
 
     cores: tuple[int, ...]
     """Numbers of its cores; empty if it is not bound to any."""
@@ -32,9 +46,14 @@ class Division:
 def divide(config: ServerConfig) -> tuple[Division, ...]:
     """Return the share of each worker: whole cores that no other has. Raises ConfigError or, for "auto", StartupError.
 
-    A container may have fewer cores in time than in number; its workers are not bound.
+    A container may have fewer cores in time than in number; its workers are not bound. Nor are fronts, whose work and
+    that of the engine depend on the requests: the engine comes first.
     """
     num_cores = usable_cores()
+    if config.fronts:
+        threads = config.threads if "threads" in config.model_fields_set else max(1, num_cores - config.fronts)
+        engine = Division(role=Role.ENGINE, cores=(), threads=threads)
+        return (engine, *(Division(role=Role.FRONT, cores=(), threads=1) for _ in range(config.fronts)))
     count = num_workers(config, num_cores)
     if count > num_cores:
         raise ConfigError(f"workers is {count}; it must be at most {num_cores}, the number of usable cores")

@@ -16,6 +16,7 @@ from typing import Any, Self
 
 from antiphon.domain.errors import AntiphonError, InvalidArgument, Status
 from antiphon.server.settings import ServerConfig
+from antiphon.server.workers.division import Role
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +56,7 @@ class WorkerSpec:
     """Number of this worker, from 0."""
     num_workers: int
     """Number of the server's workers."""
+    role: Role = Role.BOTH
     cores: tuple[int, ...]
     """Numbers of its cores; empty if it is not bound to any."""
     opens_early: bool
@@ -65,8 +67,15 @@ class WorkerSpec:
 
     @property
     def label(self) -> str:
-        """Index and number of workers, as clients receive them."""
+        """Index and number of the workers that share the port, as clients receive them."""
+        if self.role is Role.FRONT:  # the engine is the first worker, and clients never see it
+            return f"{self.index - 1}/{self.num_workers - 1}"
         return f"{self.index}/{self.num_workers}"
+
+    @property
+    def num_ports(self) -> int:
+        """Number of workers that share the port."""
+        return self.num_workers if self.role is Role.BOTH else self.num_workers - 1
 
     def to_json(self, config: ServerConfig) -> bytes:
         """Return this and the settings of the server as JSON."""
@@ -76,7 +85,8 @@ class WorkerSpec:
     def from_json(cls, text: bytes) -> tuple[Self, ServerConfig]:
         """Return both from JSON."""
         message = json.loads(text)
-        worker = message["worker"] | {"cores": tuple(message["worker"]["cores"])}
+        worker = message["worker"]
+        worker |= {"cores": tuple(worker["cores"]), "role": Role(worker["role"])}
         return cls(**worker), ServerConfig(**message["config"])
 
 

@@ -152,7 +152,7 @@ class _Server:
             await serve()
 
     async def _report_health(self) -> None:
-        await self._probes.ready(is_ready=self._is_started and bool(self._supervisor.serving))
+        await self._probes.ready(is_ready=self._is_started and self._supervisor.is_ready)
 
     async def _loaded(self, model: str) -> None:
         await self._probes.announce(model, HealthCheckResponse.SERVING)

@@ -20,7 +20,8 @@ from antiphon.domain.errors import AntiphonError
 from antiphon.observability.metrics import WorkerMetrics
 from antiphon.server.ports import ReadyModel
 from antiphon.server.settings import ServerConfig
-from antiphon.server.workers.division import Division
+from antiphon.server.workers.division import Division, Role
+from antiphon.server.workers.fronts import send_end
 from antiphon.server.workers.link import Link, LinkLost, WorkerSpec
 from antiphon.v1 import inference_pb2 as pb
 
@@ -50,24 +51,32 @@ class WorkerProcess:
     last_metrics: its last exposition, which remains when it dies.
     """
 
-    def __init__(self, spec: WorkerSpec, process: subprocess.Popen[bytes], link: Link) -> None:
+    def __init__(self, spec: WorkerSpec, process: subprocess.Popen[bytes], link: Link, meeting: socket.socket) -> None:
         self.spec = spec
         self.last_metrics = ""
         self._process = process
         self._link = link
+        self._meeting = meeting
         self._reading = asyncio.create_task(link.run())
         self._exit = asyncio.create_task(_exit_code(process))
 
     @classmethod
     async def start(cls, spec: WorkerSpec, config: ServerConfig) -> Self:
         """Start the process. Raises OSError."""
-        process, end = _spawn(spec.to_json(config))
-        return cls(spec, process, await Link.over(end))
+        process, end, meeting = _spawn(spec.to_json(config))
+        return cls(spec, process, await Link.over(end), meeting)
 
     @property
     def pid(self) -> int:
         """Its process id."""
         return self._process.pid
+
+    def introduce(self, other: WorkerProcess) -> None:
+        """Give this process and another an end each of a new pair of sockets."""
+        ends = socket.socketpair()
+        for worker, end in zip((self, other), ends, strict=True):
+            with end, contextlib.suppress(OSError):  # it has ended: its successor is introduced
+                send_end(worker._meeting, end)
 
     async def loaded(self) -> list[ReadyModel]:
         """Return the configured models once they are loaded. Raises LinkLost if it cannot load them."""
@@ -110,6 +119,7 @@ class WorkerProcess:
         """Wait for its end. Return its exit code, or minus the number of the signal that ended it."""
         code = await asyncio.shield(self._exit)
         await self._reading
+        self._meeting.close()
         return code
 
     def _send(self, number: signal.Signals) -> None:
@@ -147,6 +157,12 @@ class Supervisor:
         self._metrics = WorkerMetrics(registry, len(divisions), lambda: len(self._serving))
 
     @property
+    def is_ready(self) -> bool:
+        """True while calls can be answered."""
+        roles = {worker.spec.role for worker in self._serving.values()}
+        return Role.BOTH in roles or {Role.ENGINE, Role.FRONT} <= roles
+
+    @property
     def serving(self) -> list[WorkerProcess]:
         """Workers that accept requests, by index."""
         return [self._serving[index] for index in sorted(self._serving)]
@@ -154,7 +170,8 @@ class Supervisor:
     async def start(self) -> list[ReadyModel]:
         """Start all workers and let them serve together. Return their models. Raises WorkerFailed.
 
-        The first one starts alone: what is wrong with a bundle is said once, and what it measures is not disturbed.
+        The first one starts alone: what is wrong with a bundle is said once, and what it measures is not disturbed. If
+        there are fronts, it is their engine.
         """
         first = await self._start(0, opens_early=True)
         models = await self._loaded(first)
@@ -254,13 +271,27 @@ class Supervisor:
 
     async def _start(self, index: int, *, opens_early: bool) -> WorkerProcess:
         division = self._divisions[index]
-        spec = WorkerSpec(index=index, num_workers=len(self._divisions), cores=division.cores, opens_early=opens_early)
+        spec = WorkerSpec(
+            index=index,
+            num_workers=len(self._divisions),
+            role=division.role,
+            cores=division.cores,
+            opens_early=opens_early,
+        )
         config = self._config.model_copy(update={"threads": division.threads})
         worker = await WorkerProcess.start(spec, config)
+        self._introduce(worker)
         self._all.add(worker)
         if self._stopping.is_set():
             worker.stop()
         return worker
+
+    def _introduce(self, worker: WorkerProcess) -> None:
+        """Introduce a new process to the others that it works with: a front to the engine, an engine to the fronts."""
+        partners = {Role.FRONT: Role.ENGINE, Role.ENGINE: Role.FRONT}
+        for other in self._all:
+            if other.spec.role is partners.get(worker.spec.role):
+                worker.introduce(other)
 
     async def _loaded(self, worker: WorkerProcess) -> list[ReadyModel]:
         try:
@@ -281,23 +312,25 @@ class Supervisor:
         return asyncio.get_running_loop().time()
 
 
-def _spawn(spec: bytes) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """Start a process with its specification. Return it and this end of the link. Raises OSError.
+def _spawn(spec: bytes) -> tuple[subprocess.Popen[bytes], socket.socket, socket.socket]:
+    """Start a process with its specification. Return it, this end of the link and of introductions. Raises OSError.
 
     Not by the event loop, whose fork would make gRPC write a line about it: subprocess uses vfork.
     """
-    ours, theirs = socket.socketpair()
-    with theirs:
+    link, their_link = socket.socketpair()
+    meeting, their_meeting = socket.socketpair()
+    with their_link, their_meeting:
+        descriptors = (their_link.fileno(), their_meeting.fileno())
         process = subprocess.Popen(
-            (sys.executable, "-m", _MODULE, str(theirs.fileno())),
+            (sys.executable, "-m", _MODULE, *map(str, descriptors)),
             stdin=subprocess.PIPE,
-            pass_fds=(theirs.fileno(),),
+            pass_fds=descriptors,
             start_new_session=True,  # an interrupt from the terminal is for the supervisor, which tells all workers
         )
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError), process.stdin:  # it may have ended already
         process.stdin.write(spec)
-    return process, ours
+    return process, link, meeting
 
 
 async def _exit_code(process: subprocess.Popen[bytes]) -> int:

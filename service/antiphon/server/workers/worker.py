@@ -1,8 +1,9 @@
-"""Worker process: an event loop and engines of its own, behind a port that other workers share.
+"""Worker process: an event loop behind a port that other workers share, with engines of its own or of another process.
 
-    python -m antiphon.server.workers.worker FD < worker.json
+    python -m antiphon.server.workers.worker LINK MEETING < worker.json
 
-FD: number of its end of the link with the supervisor.
+LINK, MEETING: numbers of its ends of the link with the supervisor, and of the socket over which that introduces it to
+other processes.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import os
 import socket
 import sys
 from collections.abc import Awaitable, Callable
-from typing import Any, NoReturn
+from dataclasses import replace
+from typing import Any, NamedTuple, NoReturn
 
 import grpc.aio
 import uvloop
@@ -25,6 +27,7 @@ from antiphon.domain.errors import OverBudget
 from antiphon.engine.engine import interpreter_for_steps
 from antiphon.observability.logging import configure_logging
 from antiphon.observability.telemetry import Telemetry
+from antiphon.rpc.background import running_in_background
 from antiphon.rpc.ports import PortError
 from antiphon.rpc.reloading import FileMetrics, FileProblem
 from antiphon.rpc.v1.models import LoadedModel
@@ -35,6 +38,8 @@ from antiphon.server.lifecycle import EXIT_ENGINE_FAULT, EXIT_USER_ERROR, Stop, 
 from antiphon.server.models.loading import SharedResources, StartupError
 from antiphon.server.ports import listening_to_the_end
 from antiphon.server.settings import ServerConfig
+from antiphon.server.workers.division import Role
+from antiphon.server.workers.fronts import Front, Fronts
 from antiphon.server.workers.link import Link, WorkerSpec
 from antiphon.server.workers.merged_metrics import exposition_of
 from antiphon.v1 import admin_pb2 as pb
@@ -43,21 +48,31 @@ from antiphon.v1 import admin_pb2 as pb
 def main() -> NoReturn:
     """Serve until the supervisor says to stop, or has ended."""
     spec, config = WorkerSpec.from_json(sys.stdin.buffer.read())
-    end = socket.socket(fileno=int(sys.argv[1]))
+    link, meeting = (socket.socket(fileno=int(number)) for number in sys.argv[1:3])
     if spec.cores:
         os.sched_setaffinity(0, spec.cores)
     handler = configure_logging(config.log_level, config.log_format, worker=spec.index)
     try:
         config = within_files(config)
         registry = CollectorRegistry()
-        resources = shared_resources(config, registry, num_workers=spec.num_workers)
+        if spec.role is Role.FRONT:
+            config = config.model_copy(update={"device": "cpu"})
+        num_alike = 1 if spec.role is Role.ENGINE else spec.num_ports
+        resources = shared_resources(config, registry, num_workers=num_alike)
         handler.report_drops(resources.families.log_lines_dropped.inc)
         access = Access(config, FileMetrics(resources.families))
         with interpreter_for_steps():
-            uvloop.run(_serve(spec, config, access, resources, registry, end))
+            uvloop.run(_serve(spec, config, access, resources, registry, Ends(link, meeting)))
     except (StartupError, OverBudget, PortError, FileProblem) as error:
         print(f"antiphon serve: {error}", file=sys.stderr)
     end_now(EXIT_USER_ERROR)
+
+
+class Ends(NamedTuple):
+    """This process's ends of sockets to its supervisor."""
+
+    link: socket.socket
+    meeting: socket.socket
 
 
 async def _serve(
@@ -66,12 +81,12 @@ async def _serve(
     access: Access,
     resources: SharedResources,
     registry: CollectorRegistry,
-    end: socket.socket,
+    ends: Ends,
 ) -> NoReturn:
     """Serve, then end the process."""
     async with observing(config, resources.families) as telemetry:
         # Keeps a reference, because a server without one stops.
-        code, _server = await _serve_calls(spec, config, access, resources, telemetry, registry, end)
+        code, _server = await _serve_calls(spec, config, access, resources, telemetry, registry, ends)
     end_now(code)
 
 
@@ -82,17 +97,28 @@ async def _serve_calls(
     resources: SharedResources,
     telemetry: Telemetry,
     registry: CollectorRegistry,
-    end: socket.socket,
+    ends: Ends,
 ) -> tuple[int, grpc.aio.Server]:
     """Serve. Return the exit code and the server, whose port is still open."""
     stop = Stop()
     stop.on_signals()
-    app = await App.build(config, access, resources, telemetry, worker_label=spec.label)
+    partner: Fronts | Front | None = None
+    if spec.role is Role.FRONT:
+        partner = Front(spec)
+        resources = replace(resources, engine_link=partner.link)
+    label = None if spec.role is Role.ENGINE else spec.label
+    app = await App.build(config, access, resources, telemetry, worker_label=label)
+    if spec.role is Role.ENGINE:
+        partner = Fronts(app.control)
+    if partner is not None:
+        partner.meet(ends.meeting)
     service = _WorkerService(app, config, lambda: exposition_of(registry))
-    link = asyncio.create_task(_until_lost(await Link.over(end, service.handle)))
+    link = asyncio.create_task(_until_lost(await Link.over(ends.link, service.handle)))
     async with contextlib.AsyncExitStack() as ports:
 
         async def open_port() -> None:
+            if spec.role is Role.ENGINE:
+                return
             certificates = access.port_certificates(is_shared=True)
             port = listening_to_the_end(app.server, config.host, config.port, certificates)
             await ports.enter_async_context(port)
@@ -105,10 +131,12 @@ async def _serve_calls(
         if not spec.opens_early:
             await open_port()
         await app.probes.ready()
-        async with app.watching():
+        async with app.watching(), running_in_background(*([] if partner is None else [partner.run(app.probes)])):
             service.is_serving.set()
             code = await app.until_stopped(stop)
             link.cancel()
+            if isinstance(partner, Fronts):
+                await partner.flush()
             return code, app.server
 
 
