@@ -24,7 +24,7 @@ import time
 from collections.abc import Awaitable, Callable, Generator, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NoReturn
 from unittest import mock
 
 import grpc
@@ -56,8 +56,10 @@ _DELTA = pb.GenerateResponse(
 
 
 def main() -> int:
-    """Run the server that the first argument names."""
+    """Run the server that the first argument names, or a worker of one that waits."""
     kind, *arguments = sys.argv[1:]
+    if kind.isdigit():
+        _run_waiting_worker()
     if kind == "echo":
         uvloop.run(_echo())
         return 0
@@ -76,8 +78,10 @@ def _reporting(kind: str) -> Iterator[None]:
             stack.enter_context(times.measuring())
             report = times.report
         else:
+            from antiphon.server.workers import supervisor
             from antiphon.tools.bench.waiting_device import in_place_of_a_card
 
+            stack.enter_context(mock.patch.object(supervisor, "_MODULE", __spec__.name))
             device = stack.enter_context(in_place_of_a_card())
 
             def report() -> dict[str, Any]:
@@ -85,6 +89,14 @@ def _reporting(kind: str) -> Iterator[None]:
 
         threading.Thread(target=_report, args=(report,), daemon=True).start()
         yield
+
+
+def _run_waiting_worker() -> NoReturn:
+    from antiphon.server.workers import worker
+    from antiphon.tools.bench.waiting_device import in_place_of_a_card
+
+    with in_place_of_a_card():
+        worker.main()
 
 
 def _report(report: Callable[[], dict[str, Any]]) -> None:
