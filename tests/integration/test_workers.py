@@ -1,4 +1,4 @@
-"""A server of two processes, which is one server from outside."""
+"""A server whose calls two processes answer, with engines of their own or one behind both: one server from outside."""
 
 import asyncio
 import contextlib
@@ -33,7 +33,10 @@ from tests.certificates import Authority, as_pem, renew, replace
 from tests.integration.conftest import SENTENCES
 from tests.integration.process import PATIENCE_S, ServerProcess, antiphon, num_submitted
 
-TWO = ("--workers", "2", "--admin-port", "0", "--probe-port", "0")
+PORTS = ("--admin-port", "0", "--probe-port", "0")
+WORKERS, FRONTS = ("--workers", "2"), ("--fronts", "2")
+ENGINE = 0
+"""Index of the process of the engine among those of a server with fronts."""
 LONG = Options(ignore_eos=True, max_new_tokens=1500)
 SHORT = Options(max_new_tokens=8)
 _OWN_CONNECTION = (("grpc.use_local_subchannel_pool", 1),)
@@ -41,10 +44,17 @@ _OWN_CONNECTION = (("grpc.use_local_subchannel_pool", 1),)
 pytestmark = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two workers need two cores")
 
 
+@pytest.fixture(scope="module", params=[WORKERS, FRONTS], ids=["workers", "fronts"])
+def flags(request: pytest.FixtureRequest) -> tuple[str, ...]:
+    """Flags of a server whose calls two processes answer."""
+    chosen: tuple[str, ...] = request.param
+    return chosen
+
+
 @pytest.fixture(scope="module")
-def two(bundle: Path) -> Iterator[ServerProcess]:
+def two(bundle: Path, flags: tuple[str, ...]) -> Iterator[ServerProcess]:
     """Serve in two processes; nothing is wrong when they end."""
-    with ServerProcess(bundle, TWO) as process:
+    with ServerProcess(bundle, (*flags, *PORTS)) as process:
         yield process
         process.process.send_signal(signal.SIGTERM)
         code, errors = process.finish()
@@ -56,6 +66,15 @@ def workers_of(process: ServerProcess) -> list[int]:
     pid = process.process.pid
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return [int(child) for child in children]
+
+
+def answering(process: ServerProcess, flags: Sequence[str]) -> list[int]:
+    """Return the ids of the two processes that answer calls. Call it before any is replaced."""
+    return workers_of(process)[1:] if flags == FRONTS else workers_of(process)
+
+
+def num_processes(flags: Sequence[str]) -> int:
+    return 3 if flags == FRONTS else 2
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -105,7 +124,7 @@ async def rest_of(stream: Any) -> list[pb.GenerateResponse]:
     return [response async for response in stream]
 
 
-def test_both_workers_answer_as_one_server(two: ServerProcess, server: ServerProcess) -> None:
+def test_both_workers_answer_as_one_server(two: ServerProcess, server: ServerProcess, flags: tuple[str, ...]) -> None:
     before = num_submitted(two.metrics())
     with Client(two.target) as client, Client(server.target) as alone:
         results = list(client.generate_many(SENTENCES, SHORT))
@@ -115,8 +134,9 @@ def test_both_workers_answer_as_one_server(two: ServerProcess, server: ServerPro
         result.text for result in expected if isinstance(result, Generation)
     ]
     after = two.wait_for_metrics(lambda metrics: num_submitted(metrics) == before + len(SENTENCES))
-    assert after["antiphon_workers_serving"] == after["antiphon_workers_configured"] == 2
-    assert {f"process_open_fds{{worker={name}}}" for name in ("0", "1", "supervisor")} <= after.keys()
+    num = num_processes(flags)
+    assert after["antiphon_workers_serving"] == after["antiphon_workers_configured"] == num
+    assert {f"process_open_fds{{worker={name}}}" for name in (*range(num), "supervisor")} <= after.keys()
 
 
 @pytest.mark.hardship
@@ -150,10 +170,10 @@ async def test_client_of_many_requests_uses_both_workers(two: ServerProcess) -> 
 
 
 @pytest.mark.hardship
-def test_connections_spread_over_the_workers(two: ServerProcess) -> None:
+def test_connections_spread_over_the_workers(two: ServerProcess, flags: tuple[str, ...]) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
-    pids = workers_of(two)
+    pids = answering(two, flags)
     with contextlib.ExitStack() as connections:
         opened = [connections.enter_context(socket.create_connection(("127.0.0.1", two.port))) for _ in range(1000)]
         ports = {connection.getsockname()[1] for connection in opened}
@@ -210,27 +230,27 @@ async def test_model_is_loaded_into_and_unloaded_from_both_workers(two: ServerPr
 
 
 @pytest.mark.hardship
-def test_caches_of_both_workers_are_reported(two: ServerProcess) -> None:
+def test_caches_of_all_engines_are_reported(two: ServerProcess, flags: tuple[str, ...]) -> None:
     with Client(two.target) as client, AdminClient(two.admin_target) as admin:
         num_blocks = client.get_model().cache.num_blocks
         for caches in (admin.get_cache().caches, admin.get_cache(two.model).caches):
             found = [(cache.model, cache.worker, cache.num_blocks) for cache in caches]
-            assert found == [(two.model, worker, num_blocks) for worker in (0, 1)]
+            assert found == [(two.model, worker, num_blocks) for worker in ((ENGINE,) if flags == FRONTS else (0, 1))]
         with pytest.raises(ServerError, match="'fr' is not served here") as caught:
             admin.get_cache("fr")
     assert (caught.value.code, caught.value.reason) == (grpc.StatusCode.NOT_FOUND, "MODEL_NOT_FOUND")
 
 
 @pytest.mark.hardship
-async def test_killed_worker_loses_only_its_own_calls_and_is_replaced(bundle: Path) -> None:
-    with ServerProcess(bundle, TWO) as process:
+async def test_killed_worker_loses_only_its_own_calls_and_is_replaced(bundle: Path, flags: tuple[str, ...]) -> None:
+    with ServerProcess(bundle, (*flags, *PORTS)) as process:
         with AdminClient(process.admin_target) as admin:
             admin.load_model("guest", str(bundle))
         async with each_worker(process.target) as reached:
             for worker in (0, 1):
                 await rest_of(reached.stub(worker).Generate(_long_request()))
             before = process.metrics()
-            killed, kept = workers_of(process)
+            killed, kept = answering(process, flags)
             os.kill(killed, signal.SIGSTOP)  # it cannot answer before it is killed
             lost, finished = [reached.stub(worker).Generate(_long_request()) for worker in (0, 1)]
             assert (await rest_of(finished))[-1].usage.generated_tokens == LONG.max_new_tokens
@@ -238,7 +258,7 @@ async def test_killed_worker_loses_only_its_own_calls_and_is_replaced(bundle: Pa
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await rest_of(lost)
             assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-        after = process.wait_for_metrics(_is_whole_again)
+        after = process.wait_for_metrics(partial(_is_whole_again, flags))
         assert kept in workers_of(process)
         assert killed not in workers_of(process)
         sums = [key for key in before if key.endswith("_total") or "_total{" in key or "_count" in key]
@@ -251,8 +271,9 @@ async def test_killed_worker_loses_only_its_own_calls_and_is_replaced(bundle: Pa
             assert client.generate_text(SENTENCES[0], SHORT).token_ids
 
 
-def _is_whole_again(metrics: dict[str, float]) -> bool:
-    return (metrics["antiphon_worker_restarts_total"], metrics["antiphon_workers_serving"]) == (1, 2)
+def _is_whole_again(flags: Sequence[str], metrics: dict[str, float]) -> bool:
+    counts = metrics["antiphon_worker_restarts_total"], metrics["antiphon_workers_serving"]
+    return counts == (1, num_processes(flags))
 
 
 def _long_request() -> pb.GenerateRequest:
@@ -261,21 +282,21 @@ def _long_request() -> pb.GenerateRequest:
 
 
 @pytest.mark.hardship
-async def test_requests_that_share_calls_survive_the_death_of_a_worker(bundle: Path) -> None:
-    with ServerProcess(bundle, TWO) as process:
+async def test_requests_that_share_calls_survive_the_death_of_a_worker(bundle: Path, flags: tuple[str, ...]) -> None:
+    with ServerProcess(bundle, (*flags, *PORTS)) as process:
         async with AsyncClient(process.target) as client:
             results: list[object] = []
             async for result in client.generate_many(SENTENCES * 8, Options(ignore_eos=True, max_new_tokens=100)):
                 if not results:
-                    os.kill(workers_of(process)[0], signal.SIGKILL)
+                    os.kill(answering(process, flags)[0], signal.SIGKILL)
                 results.append(result)
     assert len(results) == 8 * len(SENTENCES)
     assert all(isinstance(result, Generation) for result in results)
 
 
 @pytest.mark.hardship
-async def test_drain_finishes_the_streams_of_both_workers(bundle: Path) -> None:
-    with ServerProcess(bundle, TWO) as process:
+async def test_drain_finishes_the_streams_of_both_workers(bundle: Path, flags: tuple[str, ...]) -> None:
+    with ServerProcess(bundle, (*flags, *PORTS)) as process:
         async with (
             each_worker(process.target) as reached,
             grpc.aio.insecure_channel(str(process.probe_target)) as probes,
@@ -304,10 +325,10 @@ def is_free(port: int) -> bool:
 
 @pytest.mark.hardship
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_no_worker_outlives_its_supervisor(bundle: Path, number: signal.Signals) -> None:
-    with ServerProcess(bundle, TWO) as process:
+def test_no_worker_outlives_its_supervisor(bundle: Path, flags: tuple[str, ...], number: signal.Signals) -> None:
+    with ServerProcess(bundle, (*flags, *PORTS)) as process:
         pids = workers_of(process)
-        assert len(pids) == 2
+        assert len(pids) == num_processes(flags)
         process.process.send_signal(number)
         process.finish()
         until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
@@ -315,10 +336,10 @@ def test_no_worker_outlives_its_supervisor(bundle: Path, number: signal.Signals)
 
 
 @pytest.mark.hardship
-def test_both_workers_present_a_renewed_certificate(bundle: Path, tmp_path: Path) -> None:
+def test_both_workers_present_a_renewed_certificate(bundle: Path, flags: tuple[str, ...], tmp_path: Path) -> None:
     authority = Authority(tmp_path)
     shown = authority.server()
-    with ServerProcess(bundle, (*TWO, f"--tls-cert={shown.cert}", f"--tls-key={shown.key}")) as process:
+    with ServerProcess(bundle, (*flags, *PORTS, f"--tls-cert={shown.cert}", f"--tls-key={shown.key}")) as process:
         pids = workers_of(process)
         for _ in range(3):
             new = authority.server()
@@ -328,21 +349,89 @@ def test_both_workers_present_a_renewed_certificate(bundle: Path, tmp_path: Path
 
 
 @pytest.mark.hardship
-def test_worker_that_hangs_is_killed_and_replaced(bundle: Path) -> None:
-    with ServerProcess(bundle, (*TWO, "--watchdog-timeout-s", "1")) as process:
-        hung, kept = workers_of(process)
-        os.kill(hung, signal.SIGSTOP)
-        process.wait_for_metrics(_is_whole_again)
-        assert hung not in workers_of(process)
-        assert kept in workers_of(process)
+@pytest.mark.parametrize("index", [0, 1])  # with fronts, the engine and a front
+def test_worker_that_hangs_is_killed_and_replaced(bundle: Path, flags: tuple[str, ...], index: int) -> None:
+    with ServerProcess(bundle, (*flags, *PORTS, "--watchdog-timeout-s", "1")) as process:
+        pids = workers_of(process)
+        os.kill(pids[index], signal.SIGSTOP)
+        process.wait_for_metrics(partial(_is_whole_again, flags))
+        assert set(pids) - set(workers_of(process)) == {pids[index]}
+        with Client(process.target) as client:
+            assert client.generate_text(SENTENCES[0], SHORT).token_ids
 
 
 @pytest.mark.hardship
-async def test_both_workers_read_the_tokens_again(bundle: Path, tmp_path: Path) -> None:
+async def test_killed_engine_ends_the_calls_of_its_fronts_and_is_replaced(bundle: Path) -> None:
+    with ServerProcess(bundle, (*FRONTS, *PORTS)) as process:
+        with AdminClient(process.admin_target) as admin:
+            admin.load_model("guest", str(bundle))
+        before = process.metrics()
+        pids = workers_of(process)
+        async with each_worker(process.target) as reached:
+            streams = [aiter(reached.stub(front).Generate(_long_request())) for front in (0, 1)]
+            for stream in streams:
+                await anext(stream)
+            os.kill(pids[ENGINE], signal.SIGKILL)
+            for stream in streams:
+                with pytest.raises(grpc.aio.AioRpcError, match="the process of the engine has ended") as caught:
+                    await rest_of(stream)
+                assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+            after = process.wait_for_metrics(partial(_is_whole_again, FRONTS))
+            assert set(workers_of(process)) > set(pids[1:])
+            for front in (0, 1):  # over the same connections; the new engine has what was loaded meanwhile
+                for model in (process.model, "guest"):
+                    message = pb.GenerateUnaryRequest(model=model, text=SENTENCES[0])
+                    await _until_available(partial(reached.stub(front).GenerateUnary, message))
+        sums = [key for key in before if key.endswith("_total") or "_total{" in key or "_count" in key]
+        assert all(after[key] >= before[key] for key in sums)
+
+
+async def _until_available(call: Callable[[], Any]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        code = grpc.StatusCode.UNAVAILABLE
+        while code is grpc.StatusCode.UNAVAILABLE:
+            code = await call().code()
+        assert code is grpc.StatusCode.OK
+
+
+@pytest.mark.hardship
+async def test_rows_of_a_killed_front_are_free_again(bundle: Path) -> None:
+    flags = ("--fronts", "2", *PORTS, "--max-num-seqs", "1", "--max-queued-requests", "1", "--max-queue-time-s", "60")
+    with ServerProcess(bundle, flags) as process:
+        async with each_worker(process.target) as reached:
+            stream = aiter(reached.stub(0).Generate(_long_request()))
+            await anext(stream)
+            waiting = reached.stub(1).GenerateUnary(pb.GenerateUnaryRequest(text=SENTENCES[0]))
+            os.kill(answering(process, FRONTS)[0], signal.SIGKILL)
+            assert (await waiting).outputs  # it got the only row
+
+
+@pytest.mark.hardship
+async def test_full_queue_is_refused_through_fronts_with_pushback(bundle: Path) -> None:
+    limits = ("--max-num-seqs", "1", "--max-queued-requests", "1", "--max-queue-time-s", "60")
+    with ServerProcess(bundle, (*FRONTS, *PORTS, *limits)) as process:
+        async with each_worker(process.target) as reached:
+            message = pb.GenerateUnaryRequest(text=SENTENCES[0], options=_long_request().options)
+            calls = [reached.stub(index % 2).GenerateUnary(message) for index in range(16)]
+            codes = Counter([await call.code() for call in calls])
+            assert codes.keys() == {grpc.StatusCode.OK, grpc.StatusCode.RESOURCE_EXHAUSTED}
+            for call in calls:
+                if await call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
+                    trailers = {str(key): value for key, value in await call.trailing_metadata()}
+                    assert int(trailers["grpc-retry-pushback-ms"]) > 0
+                    assert "1 requests wait already" in await call.details()
+        metrics = process.metrics()
+        assert num_submitted(metrics) == codes[grpc.StatusCode.OK]
+        refused = metrics["antiphon_requests_refused_total{reason=QUEUE_FULL}"]
+        assert refused == codes[grpc.StatusCode.RESOURCE_EXHAUSTED]
+
+
+@pytest.mark.hardship
+async def test_both_workers_read_the_tokens_again(bundle: Path, flags: tuple[str, ...], tmp_path: Path) -> None:
     tokens = tmp_path / "tokens"
     tokens.write_text(_token_line("first"))
     tokens.chmod(0o600)
-    with ServerProcess(bundle, ("--workers", "2", f"--auth-tokens-file={tokens}")) as process:
+    with ServerProcess(bundle, (*flags, f"--auth-tokens-file={tokens}")) as process:
         replace(tokens, _token_line("second").encode())
         tokens.chmod(0o600)
         seen = Counter[tuple[int, str]]()
@@ -376,19 +465,31 @@ def test_what_is_wrong_is_said_once_with_exit_code_2(bundle: Path, tmp_path: Pat
     many = antiphon("serve", str(bundle), "--port=0", "--metrics-port=0", f"--workers={num_cores + 1}")
     assert many.returncode == 2
     assert many.stderr.decode().startswith(f"antiphon serve: workers is {num_cores + 1}; it must be at most")
-    wrong = antiphon("serve", str(tmp_path), "--port=0", "--metrics-port=0", "--workers=2")
-    assert (wrong.returncode, wrong.stderr.decode().count("\n")) == (2, 1)
-    assert f"{tmp_path} is not a bundle" in wrong.stderr.decode()
+    both = antiphon("serve", str(bundle), "--port=0", "--metrics-port=0", "--workers=2", "--fronts=1")
+    assert (both.returncode, both.stderr.decode().count("\n")) == (2, 1)
+    assert "fronts is 1 and workers is 2" in both.stderr.decode()
+    for flags in (WORKERS, FRONTS):
+        wrong = antiphon("serve", str(tmp_path), "--port=0", "--metrics-port=0", *flags)
+        assert (wrong.returncode, wrong.stderr.decode().count("\n")) == (2, 1)
+        assert f"{tmp_path} is not a bundle" in wrong.stderr.decode()
 
 
 @pytest.mark.hardship
-def test_weights_are_mapped_once_and_cores_are_divided(two: ServerProcess, bundle: Path) -> None:
-    cores = []
+def test_weights_are_mapped_once_and_cores_are_divided(
+    two: ServerProcess, bundle: Path, flags: tuple[str, ...]
+) -> None:
+    cores, resident_kb = [], []
     for pid in workers_of(two):
         cores.append(frozenset(os.sched_getaffinity(pid)))
-        for mapping in mappings_of(pid, bundle):
+        mappings = list(mappings_of(pid, bundle))
+        for mapping in mappings:
             assert mapping["Private_Dirty"] == mapping["Anonymous"] == 0
-    assert not cores[0] & cores[1]
+        resident_kb.append(sum(mapping["Rss"] for mapping in mappings))
+    if flags == FRONTS:
+        assert resident_kb[1:] == [0, 0]
+        assert resident_kb[ENGINE] > 0
+    else:
+        assert not cores[0] & cores[1]
 
 
 def mappings_of(pid: int, folder: Path) -> Iterator[Counter[str]]:
