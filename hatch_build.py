@@ -50,7 +50,8 @@ INSTRUCTION_SETS = {
 # Modules that mypyc compiles: the interpreter otherwise takes half of the engine's time for small models. Where a
 # module was not compiled, Python runs its source, with equal results.
 ENGINE = SOURCE_ROOTS[1] / "antiphon" / "engine"
-# The first copies objects through their __dict__, which compiled ones do not have; the second is a coroutine.
+# The first copies objects through their __dict__, which compiled ones do not have; the second is a coroutine; the third
+# has subclasses of the interpreter's classes, and sends objects that compiled classes could not be made of.
 _NOT_COMPILED = (ENGINE / "logits_processors.py", ENGINE / "reader.py", ENGINE / "remote.py")
 # mypyc puts the code of all modules into one library, which each module's own file loads by this name.
 _ENGINE_LIBRARY = "antiphon_engine"

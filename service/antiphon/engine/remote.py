@@ -17,8 +17,8 @@ import threading
 import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from dataclasses import dataclass, replace
+from typing import Any, Self, cast
 
 from antiphon.domain.errors import AntiphonError, DeadlineExceeded, EngineFault, Unavailable
 from antiphon.domain.limits import EngineLimits
@@ -148,6 +148,17 @@ class RemoteModel:
     """Without the budget of encoding: the facts have the longest source that it allows."""
     facts: ModelFacts
     may_run_short: bool
+
+    @classmethod
+    def of(cls, engine: Engine, description: bytes) -> Self:
+        """Return what a front knows of an engine of this process."""
+        limits = engine.admission
+        return cls(
+            description=description,
+            engine=replace(limits.engine, encode_budget=None),
+            facts=limits.facts,
+            may_run_short=limits.may_run_short,
+        )
 
     @property
     def limits(self) -> AdmissionLimits:

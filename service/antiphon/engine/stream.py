@@ -145,7 +145,7 @@ Reader = asyncio.AbstractEventLoop | RemoteReader
 
 
 class RequestStream:
-    """What the engine knows of the stream of a request.
+    """Stream of a request, as the engine knows it.
 
     reader: event loop or process that reads it.
     end_reason: reason for which the engine ended the request. The engine's thread sets it before the end is read.
@@ -166,15 +166,20 @@ class RequestStream:
 
 
 class RemoteStream(RequestStream):
-    """Stream of a request whose reader is in another process."""
+    """Stream of a request whose reader is in another process. It is the sink of the first output."""
 
-    def output(self, index: int) -> TokenSink:
+    @property
+    def address(self) -> int:
+        """Address of the first output."""
+        return self.number << OUTPUT_BITS
+
+    def output(self, index: int) -> RemoteStream | RemoteOutput:
         """Return the sink of an output."""
-        return RemoteOutput(self.request_id, self.reader, self.number << OUTPUT_BITS | index)
+        return self if index == 0 else RemoteOutput(self.request_id, self.reader, self.address | index)
 
 
 OUTPUT_BITS = 16
-"""Bits of an output's index in its address; the others are the number of its request."""
+"""Bits of an output's index in its address; the other bits are the number of its request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -466,12 +471,10 @@ def _send(reader: Reader, part: _Part, items: SequenceABC[Item]) -> list[TokenSi
         return []
     if not isinstance(reader, asyncio.AbstractEventLoop):
         if part.addresses is None:
-            part.addresses = array("Q", [cast("RemoteOutput", sink).address for sink in part.sinks]).tobytes()
-        return (
-            []
-            if reader.post(part.addresses, items, cast("list[tuple[RemoteStream, TokenEvent]]", finals))
-            else part.sinks
-        )
+            sinks = cast("list[RemoteStream | RemoteOutput]", part.sinks)
+            part.addresses = array("Q", [sink.address for sink in sinks]).tobytes()
+        remote_finals = cast("list[tuple[RemoteStream, TokenEvent]]", finals)
+        return [] if reader.post(part.addresses, items, remote_finals) else part.sinks
     try:
         reader.call_soon_threadsafe(part.deliver, items, finals)
     except RuntimeError:  # the loop is closed

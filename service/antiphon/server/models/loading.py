@@ -13,7 +13,7 @@ from antiphon.domain.errors import InvalidArgument
 from antiphon.domain.limits import EncodeBudget, EngineLimits
 from antiphon.engine.admission import limits_of
 from antiphon.engine.engine import Engine
-from antiphon.engine.remote import EngineLink, RemoteEngine, RemoteModel
+from antiphon.engine.remote import EngineLink, RemoteEngine
 from antiphon.errors import BundleError, ModelError
 from antiphon.observability.engine_metrics import Metrics
 from antiphon.observability.metrics import MetricFamilies
@@ -288,18 +288,6 @@ def _model_info(
         read_position_tables=None if positions is None else partial(read_position_tables, bundle.file(positions)),
         generation=bundle.manifest.generation,
         shortlist=open_shortlist(bundle) if facts.lowering == "native" else None,  # GPUs have no kernel for it
-    )
-
-
-def remote_model(served: LoadedModel) -> RemoteModel:
-    """Return what a front knows of a model of this process."""
-    assert isinstance(served.engine, Engine)
-    limits = served.engine.admission
-    return RemoteModel(
-        description=served.description.SerializeToString(),
-        engine=replace(limits.engine, encode_budget=None),
-        facts=limits.facts,
-        may_run_short=limits.may_run_short,
     )
 
 

@@ -13,11 +13,10 @@ import socket
 from collections.abc import Callable, Mapping
 
 from antiphon.engine.engine import Engine
-from antiphon.engine.remote import EngineLink, FrontLink, Load, LocalModel
+from antiphon.engine.remote import EngineLink, FrontLink, Load, LocalModel, RemoteModel
 from antiphon.rpc.standard_services import Probes
 from antiphon.rpc.v1.models import LoadedModel
 from antiphon.server.models.control import Control
-from antiphon.server.models.loading import remote_model
 from antiphon.server.workers.link import WorkerSpec
 
 log = logging.getLogger(__name__)
@@ -89,7 +88,8 @@ class Fronts:
 
 def _local(served: LoadedModel) -> LocalModel:
     assert isinstance(served.engine, Engine)
-    return LocalModel(engine=served.engine, tokenizer=served.servicer.tokenizer, facts=remote_model(served))
+    facts = RemoteModel.of(served.engine, served.description.SerializeToString())
+    return LocalModel(engine=served.engine, tokenizer=served.servicer.tokenizer, facts=facts)
 
 
 def _load_of(served: LoadedModel) -> Load:
