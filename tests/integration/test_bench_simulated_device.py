@@ -10,7 +10,7 @@ from antiphon.bundle.manifest import load_bundle
 from antiphon.server.settings import SHIPPED_BUNDLE
 from antiphon.tools.bench.corpus import everyday
 from antiphon.tools.bench.setup import Setup
-from antiphon.tools.bench.simulated_device import WAYS, divided_cores, simulated_device
+from antiphon.tools.bench.simulated_device import WAYS, divided_cores, fronts_of, simulated_device
 from antiphon.tools.bench.waiting_device import ENCODE_US, LAUNCH_US, STEP_MS, StepTimes, WaitingDevice, difference
 
 
@@ -59,8 +59,18 @@ def test_tokens_and_parts_of_a_step_are_measured_for_every_way(tmp_path: Path) -
     setup = Setup(bundle=load_bundle(SHIPPED_BUNDLE), corpus=everyday(), work=tmp_path, rows=(2,), threads=1, repeat=1)
     findings = simulated_device(setup)
     cases = [finding.case for finding in findings if finding.unit == "tokens/s"]
-    assert cases == ["runner, one batch after another", "engine", *(f"2 rows, {way}" for way in WAYS.values())]
-    for case in cases:
+    alone = ["runner, one batch after another", "engine", *(f"2 rows, {way}" for way in WAYS.values())]
+    with_fronts = [
+        f"2 rows, {way}, {count} front{'s' if count > 1 else ''}"
+        for count in fronts_of(divided_cores()[1])
+        for way in WAYS.values()
+    ]
+    assert cases == [*alone, *with_fronts]
+    for case in with_fronts:
+        cpu = [finding.antiphon for finding in findings if finding.case.startswith(f"{case}, CPU of")]
+        assert len(cpu) == 3
+        assert min(cpu) > 0
+    for case in alone:
         parts = {
             finding.case.removeprefix(f"{case}, "): finding.antiphon
             for finding in findings

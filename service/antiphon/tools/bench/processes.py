@@ -53,9 +53,12 @@ class Served:
     @property
     def loop_cpu_s(self) -> float:
         """CPU time of its event loop, the main thread; of all event loops, if it has several processes."""
+        return sum(map(_main_thread_cpu_s, (self._process.pid, *self._children())))
+
+    def _children(self) -> list[int]:
+        """Return the ids of its processes, oldest first."""
         pid = self._process.pid
-        workers = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split()
-        return sum(_main_thread_cpu_s(worker) for worker in (str(pid), *workers))
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split()]
 
     def memory_mb(self, field: str) -> float:
         """Return a field of /proc/PID/status of the server, VmRSS or VmHWM, in MB."""
@@ -124,9 +127,21 @@ class StagedServer(Served):
 class WaitingServer(Served):
     """Ready `antiphon serve` process with a device that only waits."""
 
-    def __init__(self, bundle: Path, *, rows: int, cores: Collection[int]) -> None:
-        arguments = ("--device", "cuda", *_flags(rows, 1), "--log-level", "error")
+    def __init__(
+        self, bundle: Path, *, rows: int, cores: Collection[int], fronts: int = 0, front_cores: Collection[int] = ()
+    ) -> None:
+        """cores, front_cores: of the process of the engine, and of its fronts."""
+        arguments = ("--device", "cuda", "--fronts", str(fronts), *_flags(rows, 1), "--log-level", "error")
         super().__init__(_CHILD_SERVERS, "waiting", str(bundle), *arguments, stdin=subprocess.PIPE, cores=cores)
+        self._fronts = self._children()[1:]  # the engine comes first
+        for pid in self._fronts:
+            for thread in Path(f"/proc/{pid}/task").iterdir():
+                os.sched_setaffinity(int(thread.name), front_cores)
+
+    def cpu_s(self) -> dict[str, float]:
+        """Return CPU seconds since the start of the process of the engine, and of all fronts."""
+        engine, *fronts = self._children()
+        return {"the engine's process": _process_cpu_s(engine), "fronts": sum(map(_process_cpu_s, fronts))}
 
     def times(self) -> tuple[StepTimes, float, float]:
         """Return what the device measured, and CPU seconds of the event loop and of the process, since the start."""
@@ -184,8 +199,16 @@ def _flags(rows: int, threads: int) -> list[str]:
     return [word for name, value in settings.items() for word in (f"--{name}", str(value))]
 
 
-def _main_thread_cpu_s(pid: str) -> float:
-    nanos, *_ = Path(f"/proc/{pid}/task/{pid}/schedstat").read_text(encoding="ascii").split()
+def _main_thread_cpu_s(pid: int) -> float:
+    return _thread_cpu_s(Path(f"/proc/{pid}/task/{pid}"))
+
+
+def _process_cpu_s(pid: int) -> float:
+    return sum(map(_thread_cpu_s, Path(f"/proc/{pid}/task").iterdir()))
+
+
+def _thread_cpu_s(folder: Path) -> float:
+    nanos, *_ = (folder / "schedstat").read_text(encoding="ascii").split()
     return int(nanos) / 1e9
 
 

@@ -2,8 +2,9 @@
 
 The runner for GPUs and all that is above it run as they are, over a device that only waits (waiting_device.py). Server
 and client have cores of their own, half of them each. The parts of a step that belong to the engine's thread add up to
-all of it. A launch and a wait give the lock of the interpreter away, and the thread runs again once the event loop
-gives it back, or its core: this is part of a launch, and late after a wait.
+all of it. With fronts, the process of the engine has the server's cores and the fronts share those of the client; a
+step is then one token of every row. A launch and a wait give the lock of the interpreter away, and the thread runs
+again once the event loop gives it back, or its core: this is part of a launch, and late after a wait.
 """
 
 from __future__ import annotations
@@ -60,6 +61,12 @@ def _of(bundle: Bundle, rows: int, repeat: int) -> list[Finding]:
         for kind, way in WAYS.items():
             _run_served(server, kind, sources, rows, theirs)  # not measured
             runs[f"{rows} rows, {way}"] = [_run_served(server, kind, sources, rows, theirs) for _ in range(repeat)]
+    for fronts in fronts_of(theirs):
+        with WaitingServer(bundle.path, rows=rows, cores=ours, fronts=fronts, front_cores=theirs) as server:
+            for kind, way in WAYS.items():
+                case = f"{rows} rows, {way}, {fronts} front{'s' if fronts > 1 else ''}"
+                _run_fronts(server, kind, sources, rows, theirs)  # not measured
+                runs[case] = [_run_fronts(server, kind, sources, rows, theirs) for _ in range(repeat)]
     best = statistics.median(speed for speed, _ in next(iter(runs.values())))
     return [finding for case, of_case in runs.items() for finding in _findings(case, rows, of_case, best)]
 
@@ -74,6 +81,11 @@ def divided_cores() -> tuple[set[int], set[int]]:
     cores = sorted(os.sched_getaffinity(0))
     half = len(cores) // 2
     return (set(cores[:half]), set(cores[half:])) if half else (set(cores), set(cores))
+
+
+def fronts_of(cores: set[int]) -> tuple[int, ...]:
+    """Return the numbers of fronts to measure on the cores that they share with the client."""
+    return tuple(count for count in (1, 2, 4) if count == 1 or 2 * count <= len(cores))
 
 
 @contextmanager
@@ -102,6 +114,15 @@ def _run_served(server: WaitingServer, kind: str, sources: Sequence[Ids], rows: 
     times, loop_s, process_s = difference(after, before), loop_end_s - loop_s, process_end_s - process_s
     cpu_s = {"event loop": loop_s, "other threads": process_s - loop_s - times.cpu_s, "client": run.cpu_s}
     return run.speed.num_tokens / run.speed.seconds, _parts(times, run.speed.seconds, cpu_s)
+
+
+def _run_fronts(server: WaitingServer, kind: str, sources: Sequence[Ids], rows: int, cores: set[int]) -> Run:
+    before = server.cpu_s()
+    run = run_client(server.target, sources, kind=kind, concurrency=rows, max_new_tokens=TARGET_LEN, cores=cores)
+    spent_s = {name: after_s - before[name] for name, after_s in server.cpu_s().items()} | {"client": run.cpu_s}
+    steps = run.speed.num_tokens / rows
+    parts = {"all": run.speed.seconds} | {f"CPU of {name}": of_name_s for name, of_name_s in spent_s.items()}
+    return run.speed.num_tokens / run.speed.seconds, {name: 1e6 * part_s / steps for name, part_s in parts.items()}
 
 
 def _parts(times: StepTimes, seconds: float, cpu_s: Mapping[str, float]) -> dict[str, float]:
