@@ -88,13 +88,13 @@ enter_caller = _authenticated.set
 """Set the caller's name for the current RPC: gRPC lets an interceptor pass nothing else to the handler of a call."""
 
 
-def caller_of(context: GrpcContext) -> str:
+def caller_of(context: GrpcContext, connection: str) -> str:
     """Return the caller's name from its token or a trusted proxy, else from its client certificate, else its host.
 
-    The host has no port, so that all connections of one client are one caller.
+    connection: address of the client's end. The host has no port, so all connections of one client are one caller.
     """
     name = _authenticated.get() or _certified(cast("Mapping[str, Sequence[bytes]]", context.auth_context()))
-    return name or context.peer().rpartition(":")[0]
+    return name or connection.rpartition(":")[0]
 
 
 def _certified(properties: Mapping[str, Sequence[bytes]]) -> str | None:

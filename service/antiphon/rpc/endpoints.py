@@ -103,21 +103,23 @@ Handler = Callable[[ServerCall], Awaitable[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Innermost handler of a method: reads the requests and calls the method. is_open: its calls may idle."""
+    """Innermost handler of a method: reads the requests and calls the method.
+
+    is_open: its calls may idle. check: refuses a call before its request is read and before any middleware handles it.
+    """
 
     handler: Handler
     is_open: bool = False
+    check: Check | None = None
 
 
 def one_request(method: Method, parse: Parser, check: Check | None = None) -> Endpoint:
     """Return the endpoint of a method with one request. check: refuses a call before its request is read."""
 
     async def handle(call: ServerCall) -> Any:
-        if check is not None:
-            check(call.record)
         return await method(await call.receive(parse), call.context)
 
-    return Endpoint(handle)
+    return Endpoint(handle, check=check)
 
 
 def idle_stream(method: Method, parse: Parser) -> Endpoint:

@@ -40,7 +40,7 @@ from antiphon.rpc.grpc_fixes.core_cancel import cancel_call
 from antiphon.rpc.grpc_fixes.deadline import monotonic_deadline_s
 from antiphon.rpc.grpc_fixes.resets import Resets
 from antiphon.rpc.parsing import parser
-from antiphon.rpc.status import ClientGone, abort, code_of, failure_of, status_of
+from antiphon.rpc.status import ClientGone, abort, code_of, failure_of, forget_frames, status_of
 
 # Delay before a client should retry a call that was refused for the number of calls: some have ended by then.
 _FULL_RETRY_S = 1.0
@@ -170,6 +170,21 @@ class ErrorMiddleware:
         self._refusing.add(task)
         task.add_done_callback(self._refusing.discard)
 
+    async def refuse_unread(self, record: CallRecord, context: GrpcContext, error: AntiphonError) -> None:
+        """End a call whose request is not read. Returns once the status is sent; gRPC raises its AbortError later.
+
+        Raises CancelledError if the client has left.
+        """
+        record.error = error
+        code, message, metadata = status_of(error)
+        record.code = code.name
+        try:
+            await context.abort(code, message, (*metadata, *self._trailers(record)))
+        except grpc.aio.AbortError as aborted:
+            aborted.__traceback__ = None  # gRPC keeps the exception, and its frames would keep the call
+        except grpc.aio.InternalError:
+            raise asyncio.CancelledError from None
+
     async def _fail(self, call: ServerCall, code: grpc.StatusCode, message: str, metadata: Metadata) -> None:
         """End a call with a status other than OK. Raises AbortError, or CancelledError if it cannot be sent now."""
         record = call.record
@@ -279,6 +294,19 @@ class LimitMiddleware:
         raise TooManyRpcs(f"{limit} calls are in flight, which is max_concurrent_rpcs", retry_after_s=_FULL_RETRY_S)
 
 
+def refusal_of(check: Check, record: CallRecord, limits: CallLimits) -> AntiphonError | None:
+    """Return the error with which a check refuses a call; None if it passes, or if its metadata exceeds a limit."""
+    longest = limits.max_metadata_bytes
+    if longest is not None and record.num_metadata_bytes > longest:
+        return None  # `LimitMiddleware` refuses it, because it must not be sent again
+    try:
+        check(record)
+    except AntiphonError as error:
+        forget_frames(error)  # the error outlives the call, as a part of its record
+        return error
+    return None
+
+
 async def wait_for_reader(handler: Handler, call: ServerCall) -> bytes | None:
     """Handle a call, and record that its unary answer waits until its client has read it; None for a stream."""
     answer = await handler(call)
@@ -344,18 +372,35 @@ class CallMiddleware:
         """Return an endpoint within all middlewares. name: `package.Service/Method`, for metrics and log lines."""
         self._telemetry.expect(name)
         handle = compose(self._middlewares, endpoint.handler)
+        check = endpoint.check
 
         async def guarded(_: object, context: GrpcContext) -> Any:
-            return await handle(self.begin(name, context, is_open=endpoint.is_open))
+            metadata = tuple(context.invocation_metadata() or ())
+            connection = context.peer()
+            caller = caller_of(context, connection)
+            record = self._telemetry.begin(name, metadata, caller=caller, connection=connection)
+            self._active.enter(is_open=endpoint.is_open)
+            if check is not None and (error := refusal_of(check, record, self._limits)) is not None:
+                await self._refuse(record, context, error)
+                return None  # gRPC ends the call: its status is sent
+            return await handle(self._call(record, metadata, context, is_open=endpoint.is_open))
 
         return guarded
 
-    def begin(self, name: str, context: GrpcContext, *, is_open: bool) -> ServerCall:
-        """Begin a call. `TelemetryMiddleware` records its end."""
-        metadata = tuple(context.invocation_metadata() or ())
-        record = self._telemetry.begin(name, metadata, caller=caller_of(context), connection=context.peer())
+    async def _refuse(self, record: CallRecord, context: GrpcContext, error: AntiphonError) -> None:
+        """End a call, and report it, without middlewares: under overload most calls end here."""
+        try:
+            await self._errors.refuse_unread(record, context, error)
+        finally:
+            self._telemetry.end(record)
+            if self._resets is not None:
+                self._resets.ended(record.connection, is_reset=False)
+            self._telemetry.left()
+            self._active.leave()
+
+    def _call(self, record: CallRecord, metadata: Metadata, context: GrpcContext, *, is_open: bool) -> ServerCall:
+        """Return a call that has begun. `TelemetryMiddleware` records its end."""
         log_request_id.set(record.request_id)
-        self._active.enter(is_open=is_open)
         request = RequestContext(
             record=record,
             metadata=metadata,
