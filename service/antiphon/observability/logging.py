@@ -11,8 +11,10 @@ is not written is counted.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import io
+import itertools
 import json
 import logging
 import os
@@ -22,7 +24,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import TextIO
 
@@ -32,6 +34,9 @@ from antiphon.observability.call import log_request_id
 MAX_PENDING_LINES = 10_000
 # Time for the last lines when the process ends.
 _LAST_LINES_S = 1.0
+# Characters of lines that wait after which no further line joins the same write. Under overload each refused call has a
+# line, and a system call for each takes longer than to format it.
+_MAX_JOINED = 16_384
 # Delay before a stream that failed is tried again, if there is no further line.
 _RETRY_S = 5.0
 
@@ -203,29 +208,48 @@ class BackgroundHandler(logging.Handler):
                 item.set()
                 continue
             self._is_writing = True
-            self._write(item)
+            lines, flush = self._joined(item)
+            self._write(lines)
             self._is_writing = False
+            if flush is not None:
+                flush.set()
 
-    def _write(self, line: str) -> None:
+    def _joined(self, line: str) -> tuple[list[str], threading.Event | None]:
+        """Return a line and those that wait behind it, to be written at once, and the flush that waits for them."""
+        lines, num_characters = [line], len(line)
+        while num_characters < _MAX_JOINED:
+            try:
+                item = self._pending.get_nowait()
+            except queue.Empty:
+                break
+            if isinstance(item, threading.Event):
+                return lines, item
+            lines.append(item)
+            num_characters += len(item)
+        return lines, None
+
+    def _write(self, lines: list[str]) -> None:
         try:
             self._write_refused()
-            self._lines.write(line)
+            self._lines.write(lines)
         except (OSError, ValueError) as error:  # a closed stream raises ValueError
-            self._num_refused += 1
+            num_lost = len(lines) - self._lines.num_written
+            self._num_refused += num_lost
             self._refusal = (error.strerror if isinstance(error, OSError) else None) or str(error)
-            self._drops.count()
+            for _ in range(num_lost):
+                self._drops.count()
             return
         with contextlib.suppress(OSError, ValueError):
             self._write_late()
 
     def _write_refused(self) -> None:
         if self._num_refused:
-            self._lines.write(self._notice(self._num_refused, self._refusal))
+            self._lines.write([self._notice(self._num_refused, self._refusal)])
             self._num_refused = 0
 
     def _write_late(self) -> None:
         if num_late := self._num_late:
-            self._lines.write(self._notice(num_late, "the log was not read in time"))
+            self._lines.write([self._notice(num_late, "the log was not read in time")])
             self.acquire()  # emit counts under the same lock
             self._num_late -= num_late
             self.release()
@@ -241,26 +265,33 @@ class _Lines:
     """Writes lines to a stream. A line that is not written completely raises an error.
 
     Bypasses the stream's buffer if it has a descriptor: a buffer would keep a failed line and write it later.
+    num_written: lines of the last call that were written completely.
     """
 
     def __init__(self, stream: TextIO) -> None:
+        self.num_written = 0
         self._stream = stream
         self._is_torn = False
 
-    def write(self, line: str) -> None:
-        """Write a complete line. After a partial line it starts a new one. Raises OSError or ValueError."""
+    def write(self, lines: Sequence[str]) -> None:
+        """Write complete lines. After a partial line it starts a new one. Raises OSError or ValueError."""
+        self.num_written = 0
         try:
             descriptor = self._stream.fileno()
         except io.UnsupportedOperation:  # a stream in memory
-            self._stream.write(line)
+            self._stream.write("".join(lines))
+            self.num_written = len(lines)
             return
-        data = line.encode(self._stream.encoding, "backslashreplace")
+        encoded = [line.encode(self._stream.encoding, "backslashreplace") for line in lines]
         if self._is_torn:
-            data = b"\n" + data
-        while data:
-            num_written = os.write(descriptor, data)
-            self._is_torn = data[num_written - 1] != ord("\n")
-            data = data[num_written:]
+            encoded[0] = b"\n" + encoded[0]
+        data, num_bytes = b"".join(encoded), 0
+        try:
+            while num_bytes < len(data):
+                num_bytes += os.write(descriptor, data[num_bytes:])
+                self._is_torn = data[num_bytes - 1] != ord("\n")
+        finally:
+            self.num_written = bisect.bisect_right(list(itertools.accumulate(map(len, encoded))), num_bytes)
 
 
 class _Drops:
