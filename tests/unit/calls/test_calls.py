@@ -8,13 +8,17 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+from prometheus_client import CollectorRegistry
 
-from antiphon.domain.errors import SlowReader
+from antiphon.domain.errors import QueueFull, SlowReader
 from antiphon.observability.call import CallRecord, RequestIds, is_request_id
+from antiphon.observability.metrics import MetricFamilies
+from antiphon.observability.telemetry import Telemetry
 from antiphon.rpc.client_waits import ClientWaits, Writer
 from antiphon.rpc.context import Metadata, RequestContext
-from antiphon.rpc.endpoints import Handler, ServerCall
-from antiphon.rpc.middleware import CallTurns, compose
+from antiphon.rpc.endpoints import Handler, ServerCall, one_request
+from antiphon.rpc.middleware import CallLimits, CallMiddleware, CallTurns, compose, refusal_of
+from antiphon.rpc.parsing import parser
 from antiphon.v1 import inference_pb2 as pb
 from tests.serving import MODEL_NAME, SOURCE, Gate, Serving, asking, asking_whole, details_of, refusal, serving, stub_of
 from tests.waits import client_waits
@@ -141,6 +145,55 @@ async def test_rpcs_are_counted_by_method_and_status() -> None:
         (f"{service}/GenerateUnary", "DEADLINE_EXCEEDED"): 1,
         (f"{service}/GetModel", "NOT_FOUND"): 1,
     }
+
+
+class GoneClient:
+    """Stand-in for gRPC's context of a call whose client has left."""
+
+    def invocation_metadata(self) -> Metadata:
+        return ()
+
+    def peer(self) -> str:
+        return "ipv4:127.0.0.1:4242"
+
+    def auth_context(self) -> dict[str, list[bytes]]:
+        return {}
+
+    async def abort(self, code: grpc.StatusCode, message: str, metadata: Metadata) -> None:
+        raise grpc.aio.InternalError
+
+
+async def test_call_refused_before_its_request_is_counted_once_when_its_client_has_left() -> None:
+    def refuse(record: CallRecord) -> None:
+        raise QueueFull("full", retry_after_s=1.0)
+
+    async def answer(request: Any, context: RequestContext) -> None:
+        raise AssertionError("a refused call is not answered")
+
+    ended: list[CallRecord] = []
+    registry = CollectorRegistry()
+    middleware = CallMiddleware(Telemetry(MetricFamilies(registry), ended.append), client_waits())
+    guarded = middleware.guard("a.Service/Method", one_request(answer, parser(pb.GenerateUnaryRequest), refuse))
+    context: Any = GoneClient()
+    with pytest.raises(asyncio.CancelledError):
+        await guarded(None, context)
+    await middleware.wait_until_idle()
+    assert [record.code for record in ended] == ["RESOURCE_EXHAUSTED"]
+    assert registry.get_sample_value("antiphon_grpc_server_in_flight") == 0
+
+
+@pytest.mark.parametrize(("num_bytes", "is_refused"), [(100, True), (101, False)])
+def test_check_before_the_request_leaves_a_call_with_too_much_metadata_to_the_limits(
+    num_bytes: int, is_refused: bool
+) -> None:
+    """It would be refused each time, so it must not be told to try again."""
+
+    def refuse(record: CallRecord) -> None:
+        raise QueueFull("full", retry_after_s=1.0)
+
+    record = CallRecord(method="a.Service/Method", request_id="1", arrival_s=0.0, num_metadata_bytes=num_bytes)
+    error = refusal_of(refuse, record, CallLimits(max_metadata_bytes=100))
+    assert (error is not None) == is_refused
 
 
 @pytest.mark.parametrize("num_characters", [100, 5000])  # read in the event loop, and in the thread of long texts

@@ -282,6 +282,32 @@ def test_lines_are_written_formatted_and_in_order(log: logging.Logger) -> None:
     assert stream.getvalue().splitlines() == [f"line {index}" for index in range(500)]
 
 
+def test_lines_that_wait_are_written_with_one_system_call(
+    log: logging.Logger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, is_open, has_begun, num_calls = os.write, threading.Event(), threading.Event(), 0
+
+    def held_back(descriptor: int, data: bytes) -> int:
+        nonlocal num_calls
+        num_calls += 1
+        has_begun.set()
+        assert is_open.wait(TIMEOUT_S)
+        return write(descriptor, data)
+
+    with (tmp_path / "log").open("w") as stream:
+        handler = BackgroundHandler(stream)
+        log.addHandler(handler)
+        monkeypatch.setattr("antiphon.observability.logging.os.write", held_back)
+        log.info("line 0")
+        assert has_begun.wait(TIMEOUT_S)
+        for index in range(1, 100):
+            log.info("line %d", index)
+        is_open.set()
+        handler.flush()
+    assert (tmp_path / "log").read_text().splitlines() == [f"line {index}" for index in range(100)]
+    assert num_calls == 2
+
+
 def test_logging_does_not_block_when_the_pipe_is_not_read(log: logging.Logger) -> None:
     reader, writer = os.pipe()
     with os.fdopen(reader) as read, os.fdopen(writer, "w") as stream:

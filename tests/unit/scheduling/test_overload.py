@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import gc
 import itertools
 import threading
 from collections.abc import AsyncIterator
@@ -19,6 +20,7 @@ from antiphon.engine.stream import OutputStream
 from antiphon.v1 import inference_pb2 as pb
 from tests.fakes import FakeClock, FakeRunner, changed, request_of, source_of
 from tests.serving import Details, Serving, asking, asking_whole, details_of, refusal, serving, stub_of
+from tests.waits import comes_true
 
 STEP_S = 0.1
 THIS_HOST = "ipv4:127.0.0.1"
@@ -126,6 +128,48 @@ async def test_call_is_refused_before_its_request_arrives_when_the_queue_is_full
         counted = held.served.registry.get_sample_value("antiphon_requests_refused_total", labels)
     assert (ended.code, ended.model_name) == ("RESOURCE_EXHAUSTED", "fake")
     assert counted == 1
+
+
+async def test_refused_call_has_every_trailer_and_is_counted_once_when_the_queue_is_full() -> None:
+    async with overload(EngineLimits(max_queued_requests=2)) as held:
+        served = held.served
+        await held.hold()
+        held.wait(2)
+        named = stub_of(served).GenerateUnary(asking_whole(), metadata=(("x-request-id", "shop-17/a"),))
+        trailers = dict((await refusal(named)).trailing_metadata())
+        headers = await named.initial_metadata()
+        await served.settled()
+        (ended,) = served.ended
+        labels = {"method": "antiphon.v1.InferenceService/GenerateUnary", "code": "RESOURCE_EXHAUSTED"}
+        counted = served.registry.get_sample_value("antiphon_grpc_server_handled_total", labels)
+        in_flight = served.registry.get_sample_value("antiphon_grpc_server_in_flight")
+    assert trailers["x-request-id"] == "shop-17/a"
+    assert {"grpc-retry-pushback-ms", "grpc-status-details-bin"} < set(trailers)
+    assert "endpoint-load-metrics-bin" in dict(ended.trailers)  # gRPC clients do not show it
+    assert not headers  # a client may send a call without headers to another server
+    assert (counted, in_flight) == (1, 0)
+    assert (ended.request_id, ended.code, ended.caller) == ("shop-17/a", "RESOURCE_EXHAUSTED", THIS_HOST)
+    assert ended.error is not None
+    assert ended.error.reason == "QUEUE_FULL"
+    assert ended.ended_s is not None
+
+
+async def test_refused_calls_are_freed_without_garbage_collection_when_the_queue_is_full() -> None:
+    def num_contexts() -> int:
+        return sum(type(found).__name__ == "_ServicerContext" for found in gc.get_objects())
+
+    async with overload(EngineLimits(max_queued_requests=2)) as held:
+        await held.hold()
+        held.wait(2)
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(3):
+                await pushed_back(held.served)
+            await held.served.settled()
+            await comes_true(lambda: num_contexts() == 0)
+        finally:
+            gc.enable()
 
 
 @pytest.mark.parametrize(
