@@ -1,7 +1,7 @@
 """Middlewares of every call, composed once for each method: telemetry, errors, callers' turns, limits, client waits.
 
-A middleware wraps the handling of a call and sees gRPC's own context. An `Endpoint` is innermost. A unary answer has a
-time limit until its client has read it.
+A middleware wraps the handling of a call and sees gRPC's own context. An `Endpoint` is innermost; its check refuses a
+call before all middlewares. A unary answer has a time limit until its client has read it.
 """
 
 from __future__ import annotations
