@@ -16,6 +16,8 @@ from antiphon.domain.errors import (
     DeadlineExceeded,
     InvalidArgument,
     QueueFull,
+    TooManyRpcs,
+    TooManyTexts,
     Unavailable,
 )
 from antiphon.domain.request import CancelCause, FinishReason, Request, TokenEvent, TokenLogprob
