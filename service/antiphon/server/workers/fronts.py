@@ -60,7 +60,7 @@ class Fronts:
         _on_ends(meeting, self._add)
 
     async def run(self, probes: Probes) -> None:
-        """Report the load of the engines to the fronts until cancelled."""
+        """Report the load of the engines to the fronts until cancelled. probes: nobody asks those of this process."""
         last: dict[str, Load] = {}
         while True:
             loads = {served.name: _load_of(served) for served in self._control.models}
@@ -118,6 +118,6 @@ class Front:
 
     def _note(self, *, is_there: bool) -> None:
         if is_there != self._is_there:
-            log.warning("the process of the engine %s", "serves again" if is_there else "has ended")
+            log.info("the process of the engine %s", "serves again" if is_there else "has ended")
         self._is_there = is_there
         self._changed.set()
