@@ -21,11 +21,15 @@ _LAUNCH = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, *(ctypes.c_uint,) * 3,
 class StandIn:
     """The loaded stand-in. Load it before the CUDA provider, which then finds these libraries instead of CUDA's.
 
-    launched: names of the kernels that ran, in their order. order: in which order the programs of a kernel run.
+    is_built: another process wrote the folder's files. launched: names of the kernels that ran, in their order. order:
+    in which order the programs of a kernel run.
     """
 
-    def __init__(self, folder: Path) -> None:
-        build(folder)
+    def __init__(self, folder: Path, *, is_built: bool = False) -> None:
+        self.kernels = folder / library_name(ARCHITECTURE)
+        if not is_built:
+            build(folder)
+            write_kernels(self.kernels)
         libraries = [ctypes.CDLL(str(folder / name), mode=ctypes.RTLD_GLOBAL) for name in LIBRARIES]
         self._core = libraries[0]
         self._core.standin_host_view.restype = ctypes.c_void_p
@@ -36,8 +40,6 @@ class StandIn:
         self._core.standin_set_launch(self._launch)
         self.launched: list[str] = []
         self.order: interpreter.Order = interpreter.in_order
-        self.kernels = folder / library_name(ARCHITECTURE)
-        write_kernels(self.kernels)
 
     @property
     def num_foreign_launches(self) -> int:

@@ -136,7 +136,7 @@ def to_json(findings: Sequence[Finding], threads: int, command: str) -> str:
     described = {
         "date": time.strftime("%Y-%m-%d"),
         "machine": machine(threads),
-        "commit": _commit(),
+        "commit": commit(),
         "command": command,
         "sections": [asdict(finding) for finding in findings],
     }
@@ -156,7 +156,8 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _commit() -> str | None:
+def commit() -> str | None:
+    """Return the commit of the checkout, with `-dirty` if files differ from it; None outside a checkout."""
     command = ("git", "-C", str(Path(__file__).resolve().parent), "describe", "--always", "--dirty", "--abbrev=12")
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

@@ -338,7 +338,7 @@ def growth(setup: Setup) -> list[Finding]:
     Divisions that use fewer threads show what another thread adds.
     """
     return [
-        _growth_rows(subject, rows, replace(setup, lanes=num_lanes, threads=threads))
+        growth_of(subject, rows, replace(setup, lanes=num_lanes, threads=threads))
         for subject in setup.subjects()
         for num_lanes, threads in divisions(setup.threads)
         for rows in setup.rows or ROWS
@@ -352,7 +352,8 @@ def divisions(threads: int) -> list[tuple[int, int]]:
     return [(lanes, total) for total in totals for lanes in totals if lanes <= total and total % lanes == 0]
 
 
-def _growth_rows(subject: Subject, rows: int, setup: Setup) -> Finding:
+def growth_of(subject: Subject, rows: int, setup: Setup) -> Finding:
+    """Measure tokens per second of the engine with the threads and lanes of a setup."""
     runners = setup.runners(subject, rows)
     sources, limit = subject.sources(num_requests(subject, rows)), subject.max_new_tokens
     rates = []

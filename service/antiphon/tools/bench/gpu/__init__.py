@@ -1,1 +1,1 @@
-"""Benchmark of an NVIDIA GPU: `make gpu-bench`."""
+"""Benchmark of an NVIDIA GPU: `make card`."""
