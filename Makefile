@@ -54,7 +54,7 @@ endif
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup serve play play-pictures watch test test-all test-cuda test-pythons cuda-tools kernels gpu-bench oip-clients deploy-tools browser real-weights soak mutants sanitize reliability crowd endurance abuse \
+.PHONY: help setup serve play play-pictures watch test test-all test-cuda test-pythons cuda-tools kernels card oip-clients deploy-tools browser real-weights soak mutants sanitize reliability crowd endurance abuse \
 	overload faults balancing balancing-bench fuzz lint layout stubs wheel image image-base image-check alerts-check lock clean
 
 help: ## Show this list.
@@ -95,8 +95,8 @@ cuda-tools: $(CUDA)/.installed ## Create .venv-cuda: Triton and onnxruntime-gpu,
 kernels: cuda-tools ## Compile the kernels for GPUs: model/antiphon/ops/cuda/compiled/. ARGS="--architecture 90"
 	@PYTHONPATH=protos:service:model:. $(CUDA)/bin/python -m antiphon.ops.cuda.compile_kernels $(ARGS)
 
-gpu-bench: kernels ## Measure an NVIDIA GPU: one JSON file a part in runs/gpu. ARGS="--shape base"
-	@PYTHONPATH=protos:service:model:. $(CUDA)/bin/python -m antiphon.tools.bench.gpu --folder runs/gpu $(ARGS)
+card: kernels ## Measure an NVIDIA GPU in 9 minutes: one JSON file a part in runs/card. Run again to continue. ARGS="--shape base"
+	@PYTHONPATH=protos:service:model:. $(CUDA)/bin/python -m antiphon.tools.bench.gpu $(ARGS)
 
 oip-clients: $(OIP_CLIENTS)/.installed ## Create .venv-oip-clients: published clients of the Open Inference Protocol, for tests.
 

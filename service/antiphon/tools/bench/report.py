@@ -145,7 +145,8 @@ def to_json(findings: Sequence[Finding], threads: int, command: str) -> str:
 
 def machine(threads: int) -> str:
     """Describe the machine in one line: processor, cores, threads in use, instruction set, versions of the runtimes."""
-    runtimes = ", ".join(f"{name} {_version(name)}" for name in ("onnxruntime", "ctranslate2") if _version(name))
+    packages = ("onnxruntime", "onnxruntime-gpu", "ctranslate2")
+    runtimes = ", ".join(f"{name} {_version(name)}" for name in packages if _version(name))
     return f"{processor_name()}, {os.cpu_count()} cores, {threads} threads, {active_kernels()}, {runtimes}"
 
 

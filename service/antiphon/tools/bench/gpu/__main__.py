@@ -2,10 +2,10 @@
 
     python -m antiphon.tools.bench.gpu [--folder runs/card] [--budget-s 540] [--part NAME ...] [--again]
 
-Each part runs in a process of its own, so that a crash or a hang costs that part only. A part starts only while there is
-as much time left as it is likely to take, and is ended when it takes much longer. The same command continues: parts
-that are done are skipped, failed ones are tried again. Needs a card, compiled kernels and onnxruntime-gpu, and torch to
-make the random models; what else a part lacks it writes as {"missing": reason}.
+Each part runs in a process of its own, so that a crash or a hang costs that part only. A part starts only while as much
+time is left as it is likely to take, and is ended when it takes much longer. The same command continues: parts that are
+done are skipped, failed ones are tried again. Needs a card, compiled kernels and onnxruntime-gpu, and torch to make the
+random models; what else a part lacks, it writes as {"missing": reason}.
 
 Exit status: 0 all parts are done, 1 a part failed, 2 there is no usable GPU or an argument is wrong, 3 no time was left
 for some parts.
@@ -127,7 +127,8 @@ class Run:
         return self._end_s - time.monotonic()
 
     def _limit_s(self, part: Part) -> float:
-        return float(part.estimate_s * self._args.patience)
+        patience: float = self._args.patience
+        return part.estimate_s * patience
 
     def _finish(self, process: PartProcess) -> None:
         if not process.finish():

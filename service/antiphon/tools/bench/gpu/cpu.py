@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -22,14 +22,17 @@ _SECONDS = 4.0  # sets the number of sentences that a client sends
 _REPEAT = 2
 
 
-def measure_cpu(work: Path, *, preset: str, rows: int, threads: int) -> Iterator[Figure]:
-    """Yield tokens per second of the shipped bundle, and of a random model of a preset's size.
+def measure_cpu(
+    work: Path, *, preset: str, rows: int, threads: int, models: Sequence[str] = MODELS
+) -> Iterator[Figure]:
+    """Yield tokens per second of the shipped bundle, and of a random model of a preset's size; models: which of them.
 
     CTranslate2 beside Antiphon comes first, then lanes, then workers. work: folder that keeps the random model. What is
     not installed is a figure {"missing": reason}.
     """
     has_torch, has_ctranslate2 = (importlib.util.find_spec(name) is not None for name in ("torch", "ctranslate2"))
-    models = MODELS if has_torch else ("bundle",)
+    if not has_torch:
+        models = [name for name in models if name == "bundle"]
     setup = Setup(
         bundle=load_bundle(SHIPPED_BUNDLE), corpus=everyday(), models=models, work=work.absolute(), preset=preset,
         rows=(rows,), threads=threads, repeat=_REPEAT, seconds=_SECONDS,

@@ -45,7 +45,7 @@ SERVER_FLAGS: tuple[tuple[str, ...], ...] = ((),)
 """Further flags of `antiphon serve`: the part `served` measures a server with each of these tuples."""
 
 _COPIES = 10
-_PARITY_ROWS, _PARITY_SOURCE_LEN, _PARITY_STEPS = 4, 20, 16
+_COMPARED = Load(rows=4, source_len=20, num_steps=16)  # with the processor
 _SWITCH_ROWS = 128
 _BEAM_WIDTH = 4
 _MOST_FEW_ROWS = 128
@@ -56,7 +56,6 @@ _CPU_ROWS = 64
 _CUDA: tuple[Precision, ...] = ("float32", "bfloat16", "float16")
 _BOTH: tuple[Lowering, ...] = ("native", "cuda")
 _SAMPLING: dict[str, dict[str, float]] = {
-    "temperature": {"temperature": 1.0},
     "top_k 50": {"temperature": 1.0, "top_k": 50},
     "top_p 0.9": {"temperature": 1.0, "top_p": 0.9},
     "top_k 50, top_p 0.9": {"temperature": 1.0, "top_k": 50, "top_p": 0.9},
@@ -180,10 +179,10 @@ class Parts:
                 yield figure | bound
             del runner
         load = self._load(min(_SWITCH_ROWS, max(self._plan.rows)))
-        for switches in ({}, {"goes_ahead": False}, {"goes_ahead": False, "captures": False}):
-            yield {"goes_ahead": True, "captures": True} | switches | self._measured(
-                self._runner([load], **switches), load
-            )
+        for goes_ahead, captures in ((True, True), (False, True), (False, False)):
+            runner = self._runner([load], goes_ahead=goes_ahead, captures=captures)
+            yield {"goes_ahead": goes_ahead, "captures": captures, **self._measured(runner, load)}
+            del runner
 
     def beams(self) -> Iterator[Figure]:
         """Measure beam search by the engine, beside greedy decoding with the same number of requests."""
@@ -218,17 +217,17 @@ class Parts:
         """Measure an encoder of BERT's shape: the difference from the processor in float32, and texts per second."""
         shape = f"bert-{self._plan.size}"
         bundle = self._bundle(shape, ("float32", "bfloat16"), _BOTH)
-        width = bundle.manifest.model.max_source_len
-        texts = self._sources(_PARITY_ROWS, min(_PARITY_SOURCE_LEN, width), shape)
-        native = EncoderRunner(bundle, max_rows=_PARITY_ROWS, threads=usable_cores(), precision="float32")
+        small = self._small
+        texts = self._sources(small.rows, small.source_len, shape)
+        native = EncoderRunner(bundle, max_rows=small.rows, threads=usable_cores(), precision="float32")
         expected = _states(native, texts)
         for precision in ("float32", "bfloat16"):
-            runner = CudaEncoderRunner(bundle, self._device, max_rows=_PARITY_ROWS, precision=precision)
+            runner = CudaEncoderRunner(bundle, self._device, max_rows=small.rows, precision=precision)
             difference = float(np.abs(_states(runner, texts) - expected).max())
             yield {"precision": precision, "largest_difference": difference, "largest_state": float(expected.max())}
         for rows in self._plan.few_rows:
             runner = CudaEncoderRunner(bundle, self._device, max_rows=rows, precision="bfloat16")
-            texts = self._sources(rows, min(_TEXT_LEN, width), shape)
+            texts = self._sources(rows, min(_TEXT_LEN, self._plan.source_lens[0]), shape)
             _states(runner, texts)  # loads the kernels
             began_s = time.perf_counter()
             for _ in range(_ENCODER_RUNS):
@@ -277,9 +276,9 @@ class Parts:
     def training(self) -> Iterator[Figure]:
         """Name the first step and tensor of a training that is not finite, in bfloat16 and in float32."""
         _require("torch")
+        _require_torch_with_cuda()
         if self._plan.data is None:
             raise MissingError(f"the data of the recipe {self._plan.recipe}: give --data or ANTIPHON_DATA")
-        _require_torch_with_cuda()
         import torch
 
         from antiphon.tools.bench.gpu.training import first_not_finite
@@ -295,8 +294,7 @@ class Parts:
 
         The log-probabilities are compared as long as all tokens of a row before them are equal.
         """
-        steps = min(_PARITY_STEPS, self._plan.num_steps)
-        load = Load(rows=_PARITY_ROWS, source_len=_PARITY_SOURCE_LEN, num_steps=steps)
+        load = self._small
         native = NativeRunner(bundle, max_rows=load.rows, threads=1, precision="float32")
         expected = decode(native, load, {"num_logprobs": 0})
         for precision in precisions:
@@ -339,12 +337,23 @@ class Parts:
         self._device.wait()
         return 2 * size * _COPIES / (time.perf_counter() - began_s)
 
-    def _runner(self, loads: Sequence[Load], bundle: Bundle | None = None, **switches: bool) -> CudaRunner:
+    def _runner(
+        self, loads: Sequence[Load], bundle: Bundle | None = None, *, goes_ahead: bool = True, captures: bool = True
+    ) -> CudaRunner:
         """Open a runner in bfloat16 with cache blocks for the largest of some loads."""
         return CudaRunner(
             bundle or self._shared, self._device, max_rows=max(load.rows for load in loads), precision="bfloat16",
-            num_blocks=max(load.num_blocks for load in loads), **switches,
+            num_blocks=max(load.num_blocks for load in loads), goes_ahead=goes_ahead, captures=captures,
         )  # fmt: skip
+
+    @property
+    def _small(self) -> Load:
+        """The load that is compared with the processor."""
+        return Load(
+            rows=min(_COMPARED.rows, max(self._plan.rows)),
+            source_len=min(_COMPARED.source_len, self._plan.source_lens[0]),
+            num_steps=min(_COMPARED.num_steps, self._plan.num_steps),
+        )
 
     def _load(self, rows: int, source_len: int | None = None) -> Load:
         return Load(rows=rows, source_len=source_len or self._plan.source_lens[0], num_steps=self._plan.num_steps)

@@ -2,7 +2,8 @@
 
     {"part", "status", "device", "driver", "cores", "commit", "command", "date", "seconds", "figures", "error"}
 
-status is `running`, `done` or `failed`. A part that ends early keeps the figures that it has.
+status is `running`, `done` or `failed`. A part that ends early keeps the figures that it has. `at_s` of a figure is the
+time at which the part had it.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class Report:
         try:
             try:
                 for figure in part():
-                    self.figures.append(figure)
+                    self.figures.append({**figure, "at_s": round(time.monotonic() - began_s, 1)})
                     write()
             except MissingError as error:
                 self.figures.append({"missing": str(error)})
@@ -80,4 +81,3 @@ def read_report(path: Path) -> Report | None:
         return Report(**json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return None
-

@@ -6,6 +6,7 @@ Runs the first steps of a recipe with its own batches, seeds and optimiser, once
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,8 @@ class FiniteChecks:
             module.register_forward_hook(partial(self._forward, name or "loss"))
         for name, parameter in loss.named_parameters():
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(partial(self._gradient, name))
+                hook = partial(self._gradient, name)
+                parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def first_not_finite(self) -> str | None:
         """Return the first tensor of the step that is not finite, its parameters after the update included; or None.
@@ -82,10 +84,8 @@ def _run(trainer: Trainer, folders: RunFolders, num_steps: int) -> Figure:
     batches = batches_from(trainer.task, Place(epoch=0, batch=0), folders, trainer.config.seed)
     for step in range(1, num_steps + 1):
         _, batch = next(batches)
-        try:
+        with suppress(TrainingDiverged):  # the checks name the tensor
             loss = trainer.train_step(batch.to(trainer.group.device))
-        except TrainingDiverged:
-            pass  # the checks name the tensor
         tensor = checks.first_not_finite()
         if tensor is not None:
             return {"steps": step, "loss": loss, "step": step, "tensor": tensor}
