@@ -85,8 +85,9 @@ class Root(nn.Module):
     ],
 )
 def test_the_first_tensor_that_is_not_finite_is_named(inputs: float, tensor: str | None) -> None:
-    model = nn.Sequential(nn.Linear(1, 1, bias=False), Root())
-    nn.init.ones_(model[0].weight)
+    linear = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(linear.weight)
+    model = nn.Sequential(linear, Root())
     checks = FiniteChecks(model)
     model(torch.full((1, 1), inputs)).sum().backward()
     assert checks.first_not_finite() == tensor

@@ -71,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--sources", type=int, nargs="+", default=[350, 64, 512, 1024], help="lengths in tokens")
     parser.add_argument("--steps", type=int, default=128, help="tokens that each row decodes")
     parser.add_argument("--copy-bytes", type=int, default=1 << 30, help="of a copy that measures the bandwidth")
-    parser.add_argument("--recipe", default="open-en-de", help="recipe of the part `training`")
+    parser.add_argument("--recipe", default="tatoeba-en-de", help="recipe of the part `training`")
     parser.add_argument("--data", type=Path, help="folder of its data (default: $ANTIPHON_DATA)")
     parser.add_argument("--training-steps", type=int, default=300)
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)  # measures a part in this process
@@ -84,7 +84,8 @@ class Run:
     def __init__(self, args: argparse.Namespace, words: Sequence[str]) -> None:
         self._args = args
         self._words = words
-        self._end_s = time.monotonic() + args.budget_s
+        budget_s: float = args.budget_s
+        self._end_s = time.monotonic() + budget_s
         self._failed: list[str] = []
 
     def run(self) -> int:
@@ -98,7 +99,7 @@ class Run:
             if self._left_s() < part.estimate_s:
                 too_late.append(part.name)
                 continue
-            process = PartProcess(part, self._args, self._words, min(self._left_s(), self._limit_s(part)))
+            process = PartProcess(part, self._args, self._words, self._limit_s(part))
             if part.runs_beside:
                 beside = process
                 continue
@@ -128,7 +129,7 @@ class Run:
 
     def _limit_s(self, part: Part) -> float:
         patience: float = self._args.patience
-        return part.estimate_s * patience
+        return min(self._left_s(), patience * part.estimate_s)
 
     def _finish(self, process: PartProcess) -> None:
         if not process.finish():

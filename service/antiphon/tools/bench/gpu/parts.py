@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from antiphon.bundle.manifest import Bundle, Lowering, Precision
+from antiphon.errors import RecipeError
 from antiphon.ops.cuda.driver import CudaDevice
 from antiphon.runtime.cuda.runner import CudaEncoderRunner, CudaRunner
 from antiphon.runtime.native import EncoderRunner, NativeRunner
@@ -277,17 +278,20 @@ class Parts:
         """Name the first step and tensor of a training that is not finite, in bfloat16 and in float32."""
         _require("torch")
         _require_torch_with_cuda()
-        if self._plan.data is None:
+        if (data := self._plan.data) is None:
             raise MissingError(f"the data of the recipe {self._plan.recipe}: give --data or ANTIPHON_DATA")
         import torch
 
         from antiphon.tools.bench.gpu.training import first_not_finite
         from antiphon.training.recipe import load_any_recipe
 
-        recipe = load_any_recipe(self._plan.recipe)
-        yield from first_not_finite(
-            recipe, self._plan.data, self._plan.work, self._plan.training_steps, torch.device("cuda")
-        )
+        plan = self._plan
+        try:
+            yield from first_not_finite(
+                load_any_recipe(plan.recipe), data, plan.work, plan.training_steps, torch.device("cuda")
+            )
+        except RecipeError as error:  # files of the data
+            raise MissingError(str(error)) from error
 
     def _against_processor(self, bundle: Bundle, precisions: Sequence[Precision]) -> Iterator[Figure]:
         """Yield for each precision the share of greedy tokens that equal the processor's in float32.
