@@ -77,7 +77,7 @@ def _by_way(
 ) -> list[Finding]:
     offline, server, echo = sides
     limit = subject.max_new_tokens
-    sources, messages = work_of(subject, setup)
+    sources, messages = _work_of(subject, setup)
     alone = partial(offline.translate, sources, concurrency=way.concurrency, max_new_tokens=limit)
     expected = [subject.tokenizer.decode(target) for target in alone()]
     if way.run(server, messages, limit)[0].texts != expected:
@@ -93,7 +93,7 @@ def _by_way(
     ]
 
 
-def work_of(subject: Subject, setup: Setup) -> tuple[list[Ids], Sequence[Source]]:
+def _work_of(subject: Subject, setup: Setup) -> tuple[list[Ids], Sequence[Source]]:
     """Return the sources as ids, and as a client sends them."""
     sources = subject.sources(_RANDOM_FILLS * STREAMS if subject.is_endless else setup.num_sentences)
     return sources, sources if subject.is_endless else subject.texts(setup.num_sentences)
@@ -104,7 +104,7 @@ def clients(setup: Setup) -> list[Finding]:
     findings = []
     for subject in setup.with_ctranslate2():
         limit = subject.max_new_tokens
-        sources, messages = work_of(subject, setup)
+        sources, messages = _work_of(subject, setup)
         reference = CTranslate2Reference(subject.ctranslate2_folder)
         settings = settings_for(subject, reference, STREAMS, setup.threads)
         theirs = partial(reference.translate, prompts_of(sources), settings, limit)
@@ -130,7 +130,7 @@ def stages(setup: Setup) -> list[Finding]:
     The rest is gRPC, tasks, and answers of the engine. Measuring takes some 5 us a request.
     """
     subject = setup.bundle_subject
-    _, messages = work_of(subject, setup)
+    _, messages = _work_of(subject, setup)
     findings = []
     with EchoServer() as echo, StagedServer(subject.bundle.path, rows=STREAMS, threads=setup.threads) as server:
         _, echo_us = _UNARY.run(echo, messages, subject.max_new_tokens)
@@ -158,7 +158,7 @@ def one_user(setup: Setup) -> list[Finding]:
 
 
 def _of_one_user(subject: Subject, setup: Setup) -> list[Finding]:
-    _, messages = work_of(subject, setup)
+    _, messages = _work_of(subject, setup)
     limit = subject.max_new_tokens
     with BenchServer(subject.bundle.path, rows=STREAMS, threads=setup.threads) as server:
         run = run_client(server.target, messages, concurrency=1, max_new_tokens=limit)

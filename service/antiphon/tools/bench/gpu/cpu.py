@@ -14,39 +14,37 @@ from antiphon.tools.bench.corpus import everyday
 from antiphon.tools.bench.gpu.reports import Figure
 from antiphon.tools.bench.processes import BenchServer, run_client
 from antiphon.tools.bench.report import Finding, machine
-from antiphon.tools.bench.served import work_of
-from antiphon.tools.bench.setup import MODELS, Setup, Subject
-from antiphon.tools.bench.throughput import decode, growth_of
+from antiphon.tools.bench.setup import Setup, Subject
+from antiphon.tools.bench.throughput import decode, growth_of, num_requests
 
-_SECONDS = 4.0  # sets the number of sentences that a client sends
 _REPEAT = 2
 
 
 def measure_cpu(
-    work: Path, *, preset: str, rows: int, threads: int, models: Sequence[str] = MODELS
+    work: Path, *, preset: str, rows: int, threads: int, models: Sequence[str] = ("bundle", "random")
 ) -> Iterator[Figure]:
-    """Yield tokens per second of the shipped bundle, and of a random model of a preset's size; models: which of them.
+    """Yield tokens per second of the shipped bundle, and then of a random model of a preset's size.
 
-    CTranslate2 beside Antiphon comes first, then lanes, then workers. work: folder that keeps the random model. What is
-    not installed is a figure {"missing": reason}.
+    Of each, CTranslate2 beside Antiphon comes first, then lanes, then workers. models: which of the two. work: folder
+    that keeps the random model and those of CTranslate2. What is not installed is a figure {"missing": reason}.
     """
     has_torch, has_ctranslate2 = (importlib.util.find_spec(name) is not None for name in ("torch", "ctranslate2"))
-    if not has_torch:
-        models = [name for name in models if name == "bundle"]
-    setup = Setup(
-        bundle=load_bundle(SHIPPED_BUNDLE), corpus=everyday(), models=models, work=work.absolute(), preset=preset,
-        rows=(rows,), threads=threads, repeat=_REPEAT, seconds=_SECONDS,
-    )  # fmt: skip
     yield {"machine": machine(threads)}
-    if not has_torch:
-        yield {"missing": "torch, which makes the random model"}
-    if has_torch and has_ctranslate2:
-        yield from map(asdict, decode(setup))
-    else:
-        yield {"missing": "ctranslate2, or torch for converting models to it"}
-    for subject in setup.subjects():
-        yield from map(asdict, _by_lanes(subject, setup, rows))
-        yield from map(asdict, _by_workers(subject, setup, rows))
+    if not (has_torch and has_ctranslate2):
+        yield {"missing": "the package ctranslate2, or torch, which converts models for it"}
+    for model in models:
+        if model == "random" and not has_torch:
+            yield {"missing": "the package torch, which makes the random model"}
+            continue
+        setup = Setup(
+            bundle=load_bundle(SHIPPED_BUNDLE), corpus=everyday(), models=(model,), work=work.absolute(), preset=preset,
+            rows=(rows,), threads=threads, repeat=_REPEAT,
+        )  # fmt: skip
+        if has_torch and has_ctranslate2:
+            yield from map(asdict, decode(setup))
+        for subject in setup.subjects():
+            yield from map(asdict, _by_lanes(subject, setup, rows))
+            yield from map(asdict, _by_workers(subject, setup, rows))
 
 
 def powers_of_two(limit: int) -> list[int]:
@@ -61,7 +59,8 @@ def _by_lanes(subject: Subject, setup: Setup, rows: int) -> Iterator[Finding]:
 
 def _by_workers(subject: Subject, setup: Setup, rows: int) -> Iterator[Finding]:
     """Measure a client with one GenerateMany call, which has a process of its own on the same cores."""
-    _, messages = work_of(subject, setup)
+    count = num_requests(subject, rows)
+    messages = subject.sources(count) if subject.is_endless else subject.texts(count)
     for workers in powers_of_two(setup.threads):
         with BenchServer(subject.bundle.path, rows=rows, threads=setup.threads, workers=workers) as server:
             speeds = []
