@@ -22,7 +22,8 @@ from tests.cuda.standin.device import StandIn
 SITE = Path(__file__).parent / "standin" / "site"
 SMALLEST = ("--shape", "tiny", "--rows", "1", "--served-rows", "1", "--sources", "5", "--steps", "1")
 UNLIMITED = ("--budget-s", "1e9", "--patience", "1e6")
-NAMES = [part.name for part in PARTS if part.name != "cpu"]
+ALONE = ["decode", "beams", "sampling", "encoder"]  # of the others, none fails and none is skipped
+NAMES = [part.name for part in PARTS if part.name not in ("cpu", *ALONE)]
 # This environment has no transformers, no compute-sanitizer and no torch with CUDA.
 MISSING = {"generate": "transformers", "sanitizer": "compute-sanitizer", "training": "torch"}
 
@@ -46,13 +47,18 @@ def reports(folder: Path) -> Reports:
 
 
 @pytest.fixture(scope="module")
-def two_runs(standin: StandIn, tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """Run all parts while a file is in the way of one model, and once more without that file."""
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder that keeps the models."""
+    return tmp_path_factory.mktemp("work")
+
+
+@pytest.fixture(scope="module")
+def two_runs(standin: StandIn, work: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """Run parts while a file is in the way of one model, and once more without that file."""
     folder = tmp_path_factory.mktemp("card")
-    in_the_way = folder / "work" / "tiny-ssru"
-    in_the_way.parent.mkdir()
+    in_the_way = work / "tiny-ssru"
     in_the_way.touch()
-    arguments = ("--part", *NAMES, *UNLIMITED)
+    arguments = ("--part", *NAMES, "--work", str(work), *UNLIMITED)
     first = card(standin, folder, *arguments), reports(folder)
     in_the_way.unlink()
     return first, (card(standin, folder, *arguments), reports(folder))
@@ -91,8 +97,6 @@ def test_float32_tokens_equal_those_of_the_processor(two_runs: Runs) -> None:
         figures = {figure.get("precision"): figure for figure in last[name]["figures"]}
         assert figures["float32"]["equal_greedy_tokens"] == 1.0
         assert figures["float32"]["largest_logprob_difference"] < 1e-4
-    figures = {figure.get("precision"): figure for figure in last["encoder"]["figures"]}
-    assert figures["float32"]["largest_difference"] < 1e-4 * figures["float32"]["largest_state"]
 
 
 def test_clients_are_measured_beside_the_runner(two_runs: Runs) -> None:
@@ -103,14 +107,39 @@ def test_clients_are_measured_beside_the_runner(two_runs: Runs) -> None:
         assert figure["share_of_runner"] == figure["tokens_per_s"] / runner["all_tokens_per_s"]
 
 
-def test_steps_ahead_and_captured_graphs_are_switched_off(two_runs: Runs) -> None:
-    _, (_, last) = two_runs
-    switched = [figure for figure in last["decode"]["figures"] if "captures" in figure]
+def alone(standin: StandIn, folder: Path, work: Path, name: str) -> list[dict[str, Any]]:
+    """Run one part, which must be done; return its figures."""
+    assert card(standin, folder, "--part", name, "--work", str(work), *UNLIMITED) == 0
+    report = reports(folder)[name]
+    assert (report["status"], report["error"]) == ("done", None)
+    figures: list[dict[str, Any]] = report["figures"]
+    return figures
+
+
+def test_steps_ahead_and_captured_graphs_are_switched_off(standin: StandIn, tmp_path: Path, work: Path) -> None:
+    switched = [figure for figure in alone(standin, tmp_path, work, "decode") if "captures" in figure]
     assert [(figure["goes_ahead"], figure["captures"]) for figure in switched] == [
         (True, True),
         (False, True),
         (False, False),
     ]
+
+
+def test_beams_are_measured_beside_greedy_decoding(standin: StandIn, tmp_path: Path, work: Path) -> None:
+    figures = alone(standin, tmp_path, work, "beams")
+    assert [(figure["requests"], figure["beam_width"]) for figure in figures] == [(1, 1), (1, 4)]
+    assert all(figure["tokens_per_s"] > 0 for figure in figures)
+
+
+def test_sampling_is_measured_by_its_filters(standin: StandIn, tmp_path: Path, work: Path) -> None:
+    figures = alone(standin, tmp_path, work, "sampling")
+    assert [figure["sampling"] for figure in figures] == ["top_k 50", "top_p 0.9", "top_k 50, top_p 0.9"]
+
+
+def test_states_of_the_encoder_are_those_of_the_processor(standin: StandIn, tmp_path: Path, work: Path) -> None:
+    figures = {figure.get("precision"): figure for figure in alone(standin, tmp_path, work, "encoder")}
+    assert figures["float32"]["largest_difference"] < 1e-4 * figures["float32"]["largest_state"]
+    assert figures[None]["texts_per_s"] > 0
 
 
 def test_missing_things_are_reasons_and_no_failures(two_runs: Runs) -> None:
