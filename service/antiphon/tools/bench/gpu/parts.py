@@ -97,8 +97,8 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """A part. estimate_s: seconds on an H100. needs_model: of the plan's shape. runs_beside: the next part starts at
-    once, and those that need the model wait for this one.
+    """A part. estimate_s: expected seconds; guesses, since no card has run the parts yet. needs_model: of the
+    plan's shape. runs_beside: the next part starts at once, and those that need the model wait for this one.
     """
 
     name: str
