@@ -28,7 +28,7 @@ from pathlib import Path
 from antiphon.ops.cuda.driver import describe
 from antiphon.runtime.cuda.open_device import DeviceError, open_device
 from antiphon.server.machine import usable_cores
-from antiphon.tools.bench.gpu.decoding import SHAPES
+from antiphon.tools.bench.gpu.decoding import SHAPES, shape_of
 from antiphon.tools.bench.gpu.parts import PARTS, Part, Parts, Plan
 from antiphon.tools.bench.gpu.reports import Report, read_report
 
@@ -68,7 +68,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--shape", choices=SHAPES, default="bart-large", help="of the random model")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 64, 128, 256])
     parser.add_argument("--served-rows", type=int, nargs="+", default=[128, 256])
-    parser.add_argument("--sources", type=int, nargs="+", default=[350, 64, 512, 1024], help="lengths in tokens")
+    parser.add_argument(
+        "--sources",
+        type=int,
+        nargs="+",
+        default=[350, 64, 512, 1024],
+        help="lengths in tokens, as far as the shape has them",
+    )
     parser.add_argument("--steps", type=int, default=128, help="tokens that each row decodes")
     parser.add_argument("--copy-bytes", type=int, default=1 << 30, help="of a copy that measures the bandwidth")
     parser.add_argument("--recipe", default="tatoeba-en-de", help="recipe of the part `training`")
@@ -208,8 +214,10 @@ def _environment() -> dict[str, str]:
 def _measure_here(args: argparse.Namespace, words: Sequence[str]) -> int:
     """Measure one part in this process, and write its figures as they come."""
     data = args.data or (Path(os.environ["ANTIPHON_DATA"]) if "ANTIPHON_DATA" in os.environ else None)
+    longest = shape_of(args.shape).max_source_len
+    source_lens = list(dict.fromkeys(min(length, longest) for length in args.sources))
     plan = Plan(
-        shape=args.shape, rows=args.rows, served_rows=args.served_rows, source_lens=args.sources, num_steps=args.steps,
+        shape=args.shape, rows=args.rows, served_rows=args.served_rows, source_lens=source_lens, num_steps=args.steps,
         copy_bytes=args.copy_bytes, work=args.work or args.folder / "work", recipe=args.recipe, data=data,
         training_steps=args.training_steps,
     )  # fmt: skip
