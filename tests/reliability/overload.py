@@ -159,7 +159,7 @@ def main() -> int:
     parser.add_argument("--pinned", action="store_true", help="give server and client half of the cores each")
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--probe-s", type=float, default=20, help="seconds of each probe of the search")
-    parser.add_argument("--objective-ms", type=float, default=1500, help="99 % of the answers within so long")
+    parser.add_argument("--objective-ms", type=float, default=1500, help="99 %% of the answers within so long")
     parser.add_argument("--max-queue-time-s", type=float, default=0.4, help="of the server")
     flags = parser.parse_args()
     sizes = Sizes(
