@@ -107,7 +107,21 @@ def _merged_value(rule: Merge, first: float, second: float) -> float:
             return max(first, second)
 
 
-def exposition_of(registry: CollectorRegistry) -> str:
+def exposition_of(registry: Collector) -> str:
     """Return the metrics of a registry in the OpenMetrics format."""
     text: bytes = generate_latest(registry)  # type: ignore[no-untyped-call]
     return text.decode()
+
+
+class WithoutEngines(Collector):
+    """Metrics of a process without engines: the gauges of its models would be zeros beside those of the engines."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield every family, the gauges without the samples of models."""
+        for family in self._registry.collect():
+            if family.type == "gauge":
+                family.samples = [sample for sample in family.samples if MODEL_LABEL not in sample.labels]
+            yield family

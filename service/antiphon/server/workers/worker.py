@@ -41,7 +41,7 @@ from antiphon.server.settings import ServerConfig
 from antiphon.server.workers.division import Role
 from antiphon.server.workers.fronts import Front, Fronts
 from antiphon.server.workers.link import Link, WorkerSpec
-from antiphon.server.workers.merged_metrics import exposition_of
+from antiphon.server.workers.merged_metrics import WithoutEngines, exposition_of
 from antiphon.v1 import admin_pb2 as pb
 
 
@@ -112,7 +112,8 @@ async def _serve_calls(
         partner = Fronts(app.control)
     if partner is not None:
         partner.meet(ends.meeting)
-    service = _WorkerService(app, config, lambda: exposition_of(registry))
+    metrics = WithoutEngines(registry) if spec.role is Role.FRONT else registry
+    service = _WorkerService(app, config, lambda: exposition_of(metrics))
     link = asyncio.create_task(_until_lost(await Link.over(ends.link, service.handle)))
     async with contextlib.AsyncExitStack() as ports:
 

@@ -16,12 +16,15 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 
 from antiphon.domain.errors import InvalidArgument, LastModel, Status
+from antiphon.domain.request import Priority, Task
+from antiphon.observability.engine_metrics import Metrics
+from antiphon.observability.metrics import MetricFamilies
 from antiphon.server.machine import usable_cores
 from antiphon.server.settings import ConfigError, ServerConfig
 from antiphon.server.workers import division
 from antiphon.server.workers.division import BYTES_PER_CORE, divide, neighbours_first, suggested_workers
 from antiphon.server.workers.link import Handler, Link, LinkLost, WorkerError
-from antiphon.server.workers.merged_metrics import MergedCollector, Totals, exposition_of
+from antiphon.server.workers.merged_metrics import MergedCollector, Totals, WithoutEngines, exposition_of
 
 
 @contextlib.asynccontextmanager
@@ -257,3 +260,24 @@ def test_exemplars_remain_and_the_result_can_be_scraped_in_both_formats() -> Non
     assert "trace_id" in exposition_of(registry)
     again = MergedCollector(lambda: Totals().merged({"x": exposition_of(registry)}))
     assert samples(again)["answers_total", (("model_name", "a"),)] == one.answers.labels("a")._value.get()
+
+
+def test_gauges_of_models_are_those_of_the_engine_s_process() -> None:
+    """Regression: the zero of a front was the larger value where that of the engine is negative."""
+    texts = {}
+    for name, residual in (("engine", -7.0), ("front", 0.0)):
+        registry = CollectorRegistry()
+        families = MetricFamilies(registry)
+        Metrics(families, "model").submitted(Task.GENERATE, Priority.INTERACTIVE)
+        families.workspace.residual.labels("model").set(residual)
+        texts[name] = exposition_of(WithoutEngines(registry) if name == "front" else registry)
+    merged = {sample.name: sample.value for family in Totals().merged(texts) for sample in family.samples}
+    assert merged["antiphon_encoder_workspace_residual_bytes"] == -7.0
+    assert "\nantiphon_grpc_server_in_flight" in texts["front"]
+    submitted = [
+        sample.value
+        for family in Totals().merged(texts)
+        for sample in family.samples
+        if sample.name == "antiphon_requests_submitted_total" and sample.value
+    ]
+    assert submitted == [2.0]
