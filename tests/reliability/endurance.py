@@ -140,10 +140,11 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--rate", type=float, default=12, help="calls a second")
     parser.add_argument("--warm-up-minutes", type=float, default=None, help="default: a tenth of the time, 10 at most")
+    parser.add_argument("--serve", action="append", default=[], help="a flag of the server, --serve=--fronts=2")
     flags = parser.parse_args()
     warm_up_minutes = min(10.0, flags.minutes / 10) if flags.warm_up_minutes is None else flags.warm_up_minutes
     plan = Plan(duration_s=60 * flags.minutes, warm_up_s=60 * warm_up_minutes, rate_per_s=flags.rate)
-    with ServerProcess(SHIPPED_BUNDLE) as server:
+    with ServerProcess(SHIPPED_BUNDLE, flags.serve) as server:
         figures = asyncio.run(endure(server, plan))
     found = complaints(figures)
     if figures["growth_percent"] >= 100 * MAX_GROWTH:
