@@ -53,7 +53,7 @@ class CudaInputs(Inputs):
     def tokens(self) -> Ints:
         tokens = self.below(self.sizes.outputs, self.num_tokens)
         if self.sizes.optional:  # without rows there is no step before
-            tokens[1] = PREVIOUS
+            tokens[1] = PREVIOUS - 2  # of row 2
         return tokens
 
     def positions(self) -> Ints:

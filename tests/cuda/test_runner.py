@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -216,15 +217,40 @@ def test_a_step_ahead_writes_to_no_block_that_a_row_does_not_have_yet(
 
 
 @EVERY_DECODER
-def test_a_step_ahead_is_dropped_when_a_row_leaves(bundle: Bundle, device: CudaDevice, native: NativeRunner) -> None:
-    runner = CudaRunner(bundle, device, max_rows=2, precision="float32")
+def test_a_step_ahead_keeps_the_rows_that_stay_when_others_leave(
+    bundle: Bundle, device: CudaDevice, native: NativeRunner
+) -> None:
+    runner = CudaRunner(bundle, device, max_rows=MAX_ROWS, precision="float32")
+    num_steps, results = 10, []
+    for each in (runner, native):
+        rows, fed = Rows(each, SOURCES), [[1]] * len(SOURCES)
+        settings = [SampleSettings(temperature=1.0, seed=seed, num_logprobs=seed) for seed in range(len(SOURCES))]
+        for step in range(num_steps):
+            if step in (4, 7):
+                rows.remove(0)
+                fed = [fed[-1], *fed[1:-1]]
+                settings = [settings[-1], *settings[1:-1]]
+            samples = rows.step(fed, sampling_of(range(len(fed)), settings))
+            fed = [[token] for token in samples.token_ids.tolist()]
+            results.append((each, deepcopy(samples)))  # its arrays are valid until the next step
+    assert runner.num_ahead == num_steps - 3  # all but the first, and those before the rows are known to stay
+    ours, reference = ([samples for ran, samples in results if ran is each] for each in (runner, native))
+    for one, other in zip(ours, reference, strict=True):
+        assert_equal(one, other)
+
+
+@EVERY_DECODER
+def test_a_step_ahead_is_dropped_when_a_row_joins(bundle: Bundle, device: CudaDevice, native: NativeRunner) -> None:
+    runner = CudaRunner(bundle, device, max_rows=MAX_ROWS, precision="float32")
     results = []
     for each in (runner, native):
         rows = Rows(each, SOURCES[:2])
-        rows.generate(5, SampleSettings())
-        rows.remove(0)
-        results.append(rows.step([[4]], sampling_of([0], [SampleSettings(num_logprobs=2)])))
-    assert runner.num_ahead > 0
+        tokens = rows.generate(5, SampleSettings())
+        both = Rows(each, SOURCES)  # encodes the same sources into the same blocks, and one more
+        both.past_lens[:2] = rows.past_lens
+        fed = [[token] for token in (*tokens[-1], 1)]
+        results.append(both.step(fed, sampling_of(range(3), [SampleSettings(num_logprobs=2)] * 3)))
+    assert runner.num_ahead == 2
     assert_equal(*results)
 
 

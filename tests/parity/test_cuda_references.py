@@ -43,7 +43,7 @@ def test_sample_is_declared_with_all_parameters_of_a_sample() -> None:
 def test_embed_reads_previous_tokens_and_types_and_ignores_padding() -> None:
     weight, types = states(7, STATES), states(2, STATES, seed=1)
     found = references.embed(
-        numbers(-1, 4, -1, 0), numbers(3, 4, 0, PADDING), weight, None, numbers(1, 1, 0, 0), numbers(-1, 6),
+        numbers(-2, 4, -1, 0), numbers(3, 4, 0, PADDING), weight, None, numbers(-1, 6),
         numbers(0, 1, 1, 0), types, scale=1.0,
     )  # fmt: skip
     assert_close(found, weight[[6, 4, 0, 0]] + types[[0, 1, 1, 0]])

@@ -196,7 +196,7 @@ class _Rewriting:
             "position_table": self.graph.optional_weight(call.optional("position_table")),
         }
         if "previous" in self.graph.inputs:
-            named |= {name: self.graph.inputs[name] for name in ("rows", "previous")}
+            named["previous"] = self.graph.inputs["previous"]
         if self._types is not None and (gather := self._types.producer()) is not None:
             table = self.graph.weight(_Call(gather, self._folded).operand("table"))
             named |= {"types": self.graph.inputs["types"], "type_table": table}

@@ -157,7 +157,7 @@ class CudaStepper:
         )
         rows = np.repeat(np.arange(len(tokens)), counts)
         feeds = {
-            "tokens": _padded(np.concatenate([[PREVIOUS, *row[1:]] for row in tokens]), 0),
+            "tokens": _padded(np.concatenate([[PREVIOUS - index, *row[1:]] for index, row in enumerate(tokens)]), 0),
             "positions": _padded(positions, PADDING),
             "rows": _padded(rows, 0),
             "self_lens": _padded(positions + 1, 0),

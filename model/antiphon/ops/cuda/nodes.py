@@ -152,11 +152,10 @@ def _bias(axes: str) -> Input:
 EMBED = CudaNode(
     name="CudaEmbed",
     inputs=(
-        Input("tokens", "int32", "N", "token ids; -1 stands for the row's token of the step before"),
+        Input("tokens", "int32", "N", "token ids; -1 - r stands for the token of row r of the step before"),
         _POSITIONS,
         Input("weight", "float", "V, M", "vector of each token of the vocabulary"),
         Input("position_table", "float", "P, M", "vector of each position", optional=True),
-        Input("rows", "int32", "N", "row of each token, where a token id may be -1", optional=True),
         Input("previous", "int32", "R", "token that each row sampled in the step before", optional=True),
         Input("types", "int32", "N", "type of each token", optional=True),
         Input("type_table", "float", "types, M", "vector of each type", optional=True),
@@ -167,8 +166,8 @@ EMBED = CudaNode(
         Kernel(
             name="embed",
             module="rows",
-            parameters=("out tokens positions weight position_table rows previous types type_table width! scale flags"),
-            flags=("position_table", "rows&previous", "types&type_table"),
+            parameters=("out tokens positions weight position_table previous types type_table width! scale flags"),
+            flags=("position_table", "previous", "types&type_table"),
             constants={"BLOCK": BLOCK},
         ),
     ),

@@ -37,7 +37,6 @@ def embed(
     positions: Tensor,
     weight: Tensor,
     position_table: Tensor | None,
-    rows: Tensor | None,
     previous: Tensor | None,
     types: Tensor | None,
     type_table: Tensor | None,
@@ -46,8 +45,8 @@ def embed(
 ) -> Tensor:
     """Return the sum of the vectors of each token, its position and its type."""
     ids = tokens.long()
-    if rows is not None and previous is not None:
-        ids = torch.where(ids < 0, previous[rows.long()].long(), ids)
+    if previous is not None:
+        ids = torch.where(ids < 0, previous[(-1 - ids).clamp(min=0)].long(), ids)
     used = weight[ids.clamp(min=0)].float()
     vectors: Tensor = eager_embed(
         torch.arange(len(ids)), positions.clamp(min=0), used, _in_float32(position_table), scale=scale

@@ -3,16 +3,16 @@
 A step in which every row feeds and samples one token is padded to a bucket of rows, whose graph is captured when it is
 first run and replayed from then on. Other steps (prefixes, targets to be scored) run without a captured graph.
 
-While rows stay as they are, the step after the present one is launched before the present one has been read: its
-tokens are taken on the device. If the rows turn out to have changed, its results are not used. What it wrote then
-belongs to positions that their rows write again, or to blocks that were freed and are written before they are read,
-since all work runs in one stream in order. Of the two states of a recurrence it replaced the one that no later step of
-its row reads.
+While no row joins, the step after the present one is launched before the present one has been read: its tokens are
+taken on the device. Of rows that turn out to have left its results are not used, and of none if another has joined.
+What it wrote then belongs to positions that their rows write again, or to blocks that were freed and are written before
+they are read, since all work runs in one stream in order. Of the two states of a recurrence it replaced the one that no
+later step of its row reads.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 
 import numpy as np
@@ -20,13 +20,13 @@ from numpy.typing import NDArray
 
 from antiphon.ops.cache_geometry import BLOCK_SIZE, blocks_for
 from antiphon.ops.cuda.driver import CudaDevice
-from antiphon.ops.sampling import Samples, SamplingArrays
+from antiphon.ops.sampling import Samples
 from antiphon.runtime.cuda.cuda_graph import Bound, CudaGraph, ElementType
 from antiphon.runtime.cuda.step_buffers import StepBuffers, StepSizes, StepTurn
 from antiphon.runtime.runner import DecodeBatch
 
 _FIRST_EDITS = 4096
-# Steps of the same rows before the next one is launched ahead: rows that change often would waste every such step.
+# Steps in which no row joined before the next one is launched ahead: rows that join often would waste every such step.
 _QUIET_STEPS = 2
 # Sizes to which steps are padded, so that few graphs are captured and each is replayed often.
 _ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
@@ -45,12 +45,16 @@ class Pool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Launched:
-    """A step in flight. num_rows: rows without padding. sampling: the parameters, by identity."""
+    """A step in flight, in which every row feeds and samples one token.
+
+    num_rows: rows without padding. origins: [num_rows], of a step ahead: the row of the step before that each one was.
+    """
 
     turn: StepTurn
     num_rows: int
     sizes: StepSizes
-    sampling: SamplingArrays
+    has_candidates: bool
+    origins: NDArray[np.intp] | None = None
 
 
 class CudaDecoder:
@@ -72,22 +76,30 @@ class CudaDecoder:
         self._last: _Launched | None = None
         self._ahead: _Launched | None = None
         self._num_quiet = 0
+        # Scratch: the row that writes to a block, and the row that was one of the step before; else any other number.
+        self._row_of_block = np.zeros(bounds.num_blocks, np.intp)
+        self._row_of_origin = np.zeros(rows, np.intp)
         self.num_ahead = 0  # steps whose results were there before they were asked for
 
     def run(self, batch: DecodeBatch) -> Samples:
         """Run one step and return its samples. Raises ValueError for a wrong index, GraphError."""
-        rows = batch.num_rows
-        launched = self._found_ahead(batch)
-        if launched is None:
+        ahead, last, self._ahead = self._ahead, self._last, None
+        before = None if last is None else self._rows_in(last, batch, 1)
+        places = None if ahead is None else self._places_in_ahead(ahead, last, before, batch)
+        self._num_quiet = 0 if before is None else self._num_quiet + 1
+        if ahead is None or places is None:
             check_batch(batch, self._bounds)
-            if batch.num_tokens != rows or len(batch.sampling) != rows:
-                self._last = self._ahead = None
+            if batch.num_tokens != batch.num_rows or len(batch.sampling) != batch.num_rows:
+                self._last = None
                 return self._run_once(batch)
-            launched = self._launch(batch)
-        self._ahead = self._launch_ahead(launched, batch)
+            launched, places = self._launch(batch), np.arange(batch.num_rows)
+        else:
+            self.num_ahead += 1
+            launched = ahead
+        self._ahead = self._launch_ahead(launched, places, batch)
         self._last = launched
         launched.turn.event.wait()
-        return launched.turn.samples(rows, launched.sizes.candidates, batch.max_num_logprobs)
+        return launched.turn.samples(places, launched.sizes.candidates, batch.max_num_logprobs)
 
     def _sizes(self, tokens: int, rows: int, samples: int, edits: int, candidates: int) -> StepSizes:
         bounds = self._bounds
@@ -109,7 +121,8 @@ class CudaDecoder:
         self._hold(sizes)
         turn = self._fixed.next_turn()
         turn.fill(batch, sizes)
-        launched = _Launched(turn=turn, num_rows=batch.num_rows, sizes=sizes, sampling=batch.sampling)
+        has_candidates = candidates > 1 or bool((batch.sampling.ints("num_logprobs") > 0).any())
+        launched = _Launched(turn=turn, num_rows=batch.num_rows, sizes=sizes, has_candidates=has_candidates)
         self._replay(launched)
         return launched
 
@@ -130,47 +143,69 @@ class CudaDecoder:
         graph_id, bound = self._captured[key]
         launched.turn.copy_in()
         self._graph.run(bound, graph_id)
-        launched.turn.copy_out(has_candidates=sizes.candidates > 1 or self._wants_one(launched.sampling))
+        launched.turn.copy_out(has_candidates=launched.has_candidates)
 
-    @staticmethod
-    def _wants_one(sampling: SamplingArrays) -> bool:
-        return bool((sampling.ints("num_logprobs") > 0).any())
+    def _rows_in(self, step: _Launched, batch: DecodeBatch, num_steps: int) -> NDArray[np.intp] | None:
+        """Return the row of a step that each row of a batch was, num_steps positions earlier; None if one was in none.
 
-    def _found_ahead(self, batch: DecodeBatch) -> _Launched | None:
-        """Return the step that was launched ahead if it is this batch, which then needs no check: its numbers are those
-        of the last batch, one position further, with tokens that the device chose.
+        A row is known by the block that it writes to, which no other row has.
         """
-        ahead, last, self._ahead = self._ahead, self._last, None
-        if ahead is None or last is None or not self._continues(last, batch):
+        inputs, rows, block_size = step.turn.inputs, step.num_rows, self._bounds.target_block_size
+        if batch.num_tokens != batch.num_rows or batch.num_rows > rows or len(batch.sampling) != batch.num_rows:
             return None
-        if not np.array_equal(batch.token_ids, last.turn.token_ids(last.num_rows)):
+        earlier = inputs["positions"][:rows]
+        column = (batch.positions - num_steps) // block_size
+        if column.min() < 0 or column.max() >= batch.self_tables.shape[1]:
             return None
-        self.num_ahead += 1
-        return ahead
+        blocks = inputs["self_tables"][np.arange(rows), earlier // block_size]
+        own = batch.self_tables[np.arange(batch.num_rows), column]
+        if own.min() < 0 or own.max() >= self._bounds.num_blocks:
+            return None  # it will be refused
+        self._row_of_block[blocks] = np.arange(rows)
+        places = self._row_of_block[own]
+        if places.max() >= rows or not np.array_equal(blocks[places], own):
+            return None
+        if not np.array_equal(earlier[places] + num_steps, batch.positions):
+            return None
+        is_same = (
+            _is_prefix(batch.self_tables, inputs["self_tables"][places])
+            and ("cross_lens" not in inputs or np.array_equal(batch.source_lens, inputs["cross_lens"][places]))
+            and ("cross_tables" not in inputs or _is_prefix(batch.cross_tables, inputs["cross_tables"][places]))
+            and np.array_equal(batch.sampling.float_params, inputs["float_params"][places])
+            and np.array_equal(batch.sampling.int_params, inputs["int_params"][places])
+            and batch.sampling.edit_offsets[-1] == 0 == inputs["edit_offsets"][step.sizes.samples]
+        )
+        return places if is_same else None
 
-    def _launch_ahead(self, launched: _Launched, batch: DecodeBatch) -> _Launched | None:
-        """Launch the step after one, with the tokens that it samples, if its rows are likely to stay."""
-        is_quiet = self._last is not None and self._continues(self._last, batch)
-        self._num_quiet = self._num_quiet + 1 if is_quiet else 0
+    def _places_in_ahead(
+        self, ahead: _Launched, last: _Launched | None, before: NDArray[np.intp] | None, batch: DecodeBatch
+    ) -> NDArray[np.intp] | None:
+        """Return the row of the step ahead that each row of a batch is; None if that does not have this batch.
+
+        before: row of the last step that each one was. A batch that is found needs no check: its numbers are those of
+        an earlier one, one position further, with tokens that the device chose.
+        """
+        if last is None or before is None or ahead.origins is None:
+            return None
+        self._row_of_origin[:] = -1
+        self._row_of_origin[ahead.origins] = np.arange(ahead.num_rows)
+        places = self._row_of_origin[before]
+        if places.min() < 0 or not np.array_equal(batch.token_ids, last.turn.token_ids(last.num_rows)[before]):
+            return None
+        return places
+
+    def _launch_ahead(self, launched: _Launched, places: NDArray[np.intp], batch: DecodeBatch) -> _Launched | None:
+        """Launch the step after one, with the tokens that its rows `places` sample, if no row is likely to join."""
         if not self._goes_ahead or self._num_quiet < _QUIET_STEPS or not _can_go_ahead(batch, self._bounds):
             return None
+        sizes, rows = launched.sizes, row_bucket(len(places), self._bounds.max_rows)
+        if (rows, sizes.candidates) in self._captured:  # a capture runs the step again, after its tokens are replaced
+            sizes = replace(sizes, tokens=rows, rows=rows, samples=rows)
         turn = self._fixed.next_turn()
-        turn.advance(launched.turn, launched.num_rows, launched.sizes.rows)
-        ahead = _Launched(turn=turn, num_rows=launched.num_rows, sizes=launched.sizes, sampling=launched.sampling)
+        turn.advance(launched.turn, places, sizes.rows)
+        ahead = replace(launched, turn=turn, num_rows=len(places), sizes=sizes, origins=places)
         self._replay(ahead)
         return ahead
-
-    def _continues(self, last: _Launched, batch: DecodeBatch) -> bool:
-        """Return True if a batch has the rows of a step, each one position further in the same blocks."""
-        rows, inputs = last.num_rows, last.turn.inputs
-        if batch.num_rows != rows or batch.sampling is not last.sampling:
-            return False
-        return (
-            np.array_equal(batch.positions, inputs["positions"][:rows] + 1)
-            and _is_prefix(batch.self_tables, inputs["self_tables"], rows)
-            and ("cross_lens" not in inputs or np.array_equal(batch.source_lens, inputs["cross_lens"][:rows]))
-            and ("cross_tables" not in inputs or _is_prefix(batch.cross_tables, inputs["cross_tables"], rows))
-        )
 
     def _run_once(self, batch: DecodeBatch) -> Samples:
         """Run a step of a rare shape without a captured graph: rows with a prefix, or targets to be scored."""
@@ -190,7 +225,7 @@ class CudaDecoder:
         self._graph.run(self._bound(self._free, sizes))
         turn.copy_out(has_candidates=True)
         turn.event.wait()
-        return turn.samples(len(batch.sampling), sizes.candidates, batch.max_num_logprobs)
+        return turn.samples(np.arange(len(batch.sampling)), sizes.candidates, batch.max_num_logprobs)
 
     def _bound(self, buffers: StepBuffers, sizes: StepSizes) -> Bound:
         """Bind the leading part of each array, up to these sizes."""
@@ -207,7 +242,7 @@ class CudaDecoder:
             bound.bind_output(name, place.dtype.type, shape, buffers.device_results.address + place.offset)
         # The tokens that the step before sampled: this step reads them first and replaces them last.
         previous = buffers.device_results.address + buffers.results.places["token_ids"].offset
-        bound.bind_input("previous", np.int32, (sizes.samples,), previous)
+        bound.bind_input("previous", np.int32, (buffers.sizes.samples,), previous)
         bound.bind_input("cache", self._pool.element, self._pool.shape, self._pool.address)
         return bound
 
@@ -227,8 +262,8 @@ def _can_go_ahead(batch: DecodeBatch, bounds: Bounds) -> bool:
     return bool(has_room.all() and following.max() < bounds.max_target_len)
 
 
-def _is_prefix(table: NDArray[np.int32], earlier: NDArray[np.int32], rows: int) -> bool:
-    return np.array_equal(table, earlier[:rows, : table.shape[1]])
+def _is_prefix(table: NDArray[np.int32], earlier: NDArray[np.int32]) -> bool:
+    return np.array_equal(table, earlier[:, : table.shape[1]])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from antiphon.ops.cuda import PADDING
+from antiphon.ops.cuda import PADDING, PREVIOUS
 from antiphon.ops.cuda.driver import CudaDevice
 from antiphon.ops.sampling import FLOAT_PARAMS, INT_PARAMS, Samples, SamplingArrays
 from antiphon.runtime.runner import DecodeBatch
@@ -28,6 +28,11 @@ _NEUTRAL_INTS = np.array(list(INT_PARAMS.values()), np.int64)
 # Arrays start at multiples of it: kernels read vectors of 16 bytes, and a copy moves lines of 256.
 _ALIGNMENT = 256
 EDITS = ("edit_ids", "edit_rounds", "edit_values")
+# What a row of a step has that feeds and samples one token.
+_PER_ROW = (
+    "positions", "self_lens", "cross_lens", "self_tables", "cross_tables", "sample_positions", "float_params",
+    "int_params",
+)  # fmt: skip
 
 
 class StepBuffers:
@@ -74,15 +79,19 @@ class StepTurn:
             self._fill_table("cross_tables", batch.cross_tables)
         self._fill_samples(batch, padded.samples)
 
-    def advance(self, before: StepTurn, rows: int, padded_rows: int) -> None:
-        """Write the step after that of another turn: the same rows, each with the token that it samples there."""
+    def advance(self, before: StepTurn, origins: NDArray[np.intp], padded_rows: int) -> None:
+        """Write the step after that of another turn: rows `origins` of it, with the tokens that they sample there."""
+        rows = len(origins)
         for name, array in before.inputs.items():
-            if name not in EDITS:
-                np.copyto(self.inputs[name], array)
+            if name in _PER_ROW:
+                self.inputs[name][:rows] = array[origins]
         for name in ("positions", "self_lens", "sample_positions"):
             self.inputs[name][:rows] += 1
-        self.inputs["tokens"][:rows] = -1
-        self.inputs["tokens"][rows:padded_rows] = 0
+        self.inputs["tokens"][:rows] = PREVIOUS - origins
+        for name in ("rows", "picks"):
+            self.inputs[name][:rows] = np.arange(rows)
+        self._fill_padding(rows, padded_rows)
+        self.inputs["edit_offsets"][: padded_rows + 1] = 0
         self._has_edits = False
 
     def copy_in(self) -> None:
@@ -102,19 +111,28 @@ class StepTurn:
         """Return the sampled tokens; valid once the event is reached."""
         return self._results["token_ids"][:samples]
 
-    def samples(self, samples: int, computed: int, num_candidates: int) -> Samples:
-        """Return the results of a number of samples, with num_candidates of the `computed` candidates of each."""
+    def samples(self, samples: NDArray[np.intp], computed: int, num_candidates: int) -> Samples:
+        """Return the results of some samples, with num_candidates of the `computed` candidates of each."""
         return Samples(
-            self.token_ids(samples).astype(np.int64),
-            self._results["logprobs"][:samples],
+            self._results["token_ids"][samples].astype(np.int64),
+            self._results["logprobs"][samples],
             self._candidates("top_ids", samples, computed, num_candidates).astype(np.int64),
             self._candidates("top_logprobs", samples, computed, num_candidates),
             self._candidates("top_scores", samples, computed, num_candidates),
         )
 
-    def _candidates(self, name: str, samples: int, computed: int, num_candidates: int) -> NDArray[Any]:
-        computed_ones = self._results[name][: samples * computed].reshape(samples, computed)
-        return np.ascontiguousarray(computed_ones[:, :num_candidates])  # native beam search reads it by address
+    def _candidates(self, name: str, samples: NDArray[np.intp], computed: int, num_candidates: int) -> NDArray[Any]:
+        num_computed = len(self._results[name]) // computed * computed
+        table = self._results[name][:num_computed].reshape(-1, computed)
+        # Native beam search reads it by address.
+        return np.ascontiguousarray(table[samples, :num_candidates])
+
+    def _fill_padding(self, rows: int, padded_rows: int) -> None:
+        """Write the padding of a step in which every row feeds and samples one token."""
+        padding = {"positions": PADDING, "float_params": _NEUTRAL_FLOATS, "int_params": _NEUTRAL_INTS}
+        for name in (*_PER_ROW, "tokens", "rows", "picks"):
+            if name in self.inputs and not name.endswith("_tables"):
+                self.inputs[name][rows:padded_rows] = padding.get(name, 0)
 
     def _fill_tokens(self, name: str, values: NDArray[Any], padded: int, padding: int) -> None:
         array = self.inputs[name]

@@ -13,13 +13,12 @@ def embed(
     positions,  # [N]
     weight,  # [V, M]
     position_table,  # [P, M]
-    rows,  # [N]
     previous,  # [R]
     types,  # [N]
     type_table,  # [types, M]
     width,
     scale,
-    flags,  # 1: position_table, 2: rows and previous, 4: types
+    flags,  # 1: position_table, 2: previous, 4: types
     BLOCK: tl.constexpr,
 ):
     """Write scale * weight[token] + position_table[position] + type_table[type]. Grid: N."""
@@ -27,7 +26,7 @@ def embed(
     token = tl.load(tokens + index)
     if (flags & 2) != 0:  # noqa: SIM102 - Triton evaluates both sides of `and`
         if token < 0:
-            token = tl.load(previous + tl.load(rows + index))
+            token = tl.load(previous - 1 - token)
     token = tl.maximum(token, 0).to(tl.int64)  # a row without a valid token before it is padding: read token 0
     position = tl.maximum(tl.load(positions + index), 0).to(tl.int64)
     for start in range(0, width, BLOCK):
