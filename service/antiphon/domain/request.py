@@ -314,7 +314,8 @@ class TokenEvent:
     Engine and stream change it until it is read: frozen events, and copies of them, cost more.
 
     Exactly one event of each output has a finish reason, and exactly one event of the request is its last. An error
-    ends the request with one last event, even if outputs are unfinished.
+    ends the request with one last event, even if outputs are unfinished. That of a request which the engine of another
+    process has refused has no finish reason.
     """
 
     request_id: str

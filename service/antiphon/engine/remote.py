@@ -256,8 +256,8 @@ class FrontLink:
                 log.exception("a request of a front cannot be submitted")
                 error = EngineFault("the engine failed")
             error.__traceback__ = None
-            event = TokenEvent(request_id="", finish_reason=FinishReason.ERROR, is_last=True, error=error)
-            self._send("step", b"", b"", [(number, event, None)])
+            refusal = TokenEvent(request_id="", is_last=True, error=error)
+            self._send("step", b"", b"", [(number, refusal, None)])
 
     def _ended(self) -> None:
         for engine, stream in list(self._streams.values()):

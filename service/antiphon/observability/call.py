@@ -142,6 +142,10 @@ class CallRecord:
         self.requests.append(admitted)
 
         def note(event: TokenEvent) -> None:
+            if event.is_last and event.finish_reason is None:  # the engine of another process has refused it
+                self.requests.remove(admitted)
+                self._settle()
+                return
             if event.finish_reason is not None:
                 admitted.finish_reasons.append(event.finish_reason)
             if event.is_last:

@@ -203,6 +203,7 @@ async def test_full_queue_is_the_last_event_with_the_engine_s_error(tokenizer: T
     assert event.error.retry_after_s > 0
     assert str(event.error) == "1 requests wait already"
     assert event.request_id == "refused"
+    assert event.finish_reason is None
     gate.open()
     for stream in (running, waiting):
         assert (await read(stream))[-1].finish_reason is FinishReason.STOP
