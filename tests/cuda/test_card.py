@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from antiphon.tools.bench.gpu.__main__ import EXIT_FAILED, EXIT_NO_DEVICE, EXIT_NO_TIME
-from antiphon.tools.bench.gpu.parts import PARTS
+from antiphon.tools.bench.gpu.parts import PARTS, SERVER_FLAGS
 from tests.cuda.standin.device import StandIn
 
 SITE = Path(__file__).parent / "standin" / "site"
@@ -102,7 +102,8 @@ def test_float32_tokens_equal_those_of_the_processor(two_runs: Runs) -> None:
 def test_clients_are_measured_beside_the_runner(two_runs: Runs) -> None:
     _, (_, last) = two_runs
     runner, *clients = last["served"]["figures"]
-    assert [figure["way"] for figure in clients] == ["streams", "many"]
+    served = [(way, list(flags)) for flags in SERVER_FLAGS for way in ("streams", "many")]
+    assert [(figure["way"], figure["server_flags"]) for figure in clients] == served
     for figure in clients:
         assert figure["share_of_runner"] == figure["tokens_per_s"] / runner["all_tokens_per_s"]
 
