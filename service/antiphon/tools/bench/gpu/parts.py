@@ -42,7 +42,7 @@ from antiphon.tools.bench.gpu.reports import Figure, MissingError
 from antiphon.tools.bench.report import timed
 from antiphon.tools.offline import Offline
 
-SERVER_FLAGS: tuple[tuple[str, ...], ...] = ((), ("--fronts", "2"), ("--fronts", "4"))
+SERVER_FLAGS: tuple[tuple[str, ...], ...] = ((), ("--fronts", "2"))
 """Further flags of `antiphon serve`: the part `served` measures a server with each of these tuples."""
 
 _COPIES = 10
