@@ -29,11 +29,7 @@ _READY = re.compile(
 
 def environment(changes: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return this process's environment without the settings of a server."""
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith("ANTIPHON_") or name == "ANTIPHON_FRONTS"
-    }
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("ANTIPHON_")}
     return kept | dict(changes or {})
 
 
