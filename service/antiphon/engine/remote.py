@@ -1,7 +1,7 @@
 """An engine in another process: requests go there, and each of its steps comes back as one message.
 
 Both ends are for the event loop of their process; only `FrontLink.post` is called by the engine's threads. Messages are
-pickled, so an end belongs to a process of the same server: nobody else can have one (server/workers/introduction.py).
+pickled, so an end belongs to a process of the same server: nobody else can have one (server/workers/fronts.py).
 """
 
 from __future__ import annotations
@@ -128,14 +128,16 @@ class Channel:
             return
         self._received += data
         start = 0
-        while len(self._received) - start >= _HEADER.size:
-            (size,) = _HEADER.unpack_from(self._received, start)
-            begin = start + _HEADER.size
-            if len(self._received) < begin + size:
-                break
-            start = begin + size
-            self._on_message(bytes(memoryview(self._received)[begin:start]))
-        del self._received[:start]
+        try:
+            while len(self._received) - start >= _HEADER.size:
+                (size,) = _HEADER.unpack_from(self._received, start)
+                begin = start + _HEADER.size
+                if len(self._received) < begin + size:
+                    break
+                start = begin + size
+                self._on_message(bytes(memoryview(self._received)[begin:start]))
+        finally:  # a message that cannot be handled must not be read again
+            del self._received[:start]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -393,6 +395,7 @@ class RemoteEngine:
         self._metrics = metrics
         self._changed = threading.Condition()
         self._num_open = 0
+        self._idle = Load(num_running=0, num_waiting=0, num_free_blocks=self.num_blocks)
 
     @property
     def num_waiting(self) -> int:
@@ -484,14 +487,13 @@ class RemoteEngine:
 
     @property
     def _load(self) -> Load:
-        return self._link.loads.get(self.name, _NO_LOAD)
+        return self._link.loads.get(self.name, self._idle)
 
 
 AnyEngine = Engine | RemoteEngine
 
 # Time for the engine's process to end what its own drain has left over.
 _ENGINE_ENDS_S = 1.0
-_NO_LOAD = Load(num_running=0, num_waiting=0, num_free_blocks=0)
 
 
 def _lost_engine() -> AntiphonError:

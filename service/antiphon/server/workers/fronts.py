@@ -53,6 +53,7 @@ class Fronts:
         self._control = control
         self._links: set[FrontLink] = set()
         self._models: Mapping[str, LocalModel] = {}
+        self._loads: Mapping[str, Load] = {}
         control.on_change = self._announce
 
     def meet(self, meeting: socket.socket) -> None:
@@ -61,13 +62,12 @@ class Fronts:
 
     async def run(self, probes: Probes) -> None:
         """Report the load of the engines to the fronts until cancelled. probes: nobody asks those of this process."""
-        last: dict[str, Load] = {}
         while True:
             loads = {served.name: _load_of(served) for served in self._control.models}
-            if loads != last:
+            if loads != self._loads:
                 for link in self._links:
                     link.report(loads)
-                last = loads
+                self._loads = loads
             await asyncio.sleep(_REPORT_INTERVAL_S)
 
     async def flush(self) -> None:
@@ -78,7 +78,9 @@ class Fronts:
             await asyncio.sleep(_FLUSH_CHECK_S)
 
     def _add(self, end: socket.socket) -> None:
-        self._links.add(FrontLink(end, lambda: self._models, self._links.discard))
+        link = FrontLink(end, lambda: self._models, self._links.discard)
+        link.report(self._loads)
+        self._links.add(link)
 
     def _announce(self) -> None:
         self._models = {served.name: _local(served) for served in self._control.models}
