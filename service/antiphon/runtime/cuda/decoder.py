@@ -84,7 +84,7 @@ class CudaDecoder:
     def run(self, batch: DecodeBatch) -> Samples:
         """Run one step and return its samples. Raises ValueError for a wrong index, GraphError."""
         ahead, last, self._ahead = self._ahead, self._last, None
-        before = None if last is None else self._rows_in(last, batch, 1)
+        before = None if last is None else self._rows_before(last, batch)
         places = None if ahead is None else self._places_in_ahead(ahead, last, before, batch)
         self._num_quiet = 0 if before is None else self._num_quiet + 1
         if ahead is None or places is None:
@@ -145,8 +145,8 @@ class CudaDecoder:
         self._graph.run(bound, graph_id)
         launched.turn.copy_out(has_candidates=launched.has_candidates)
 
-    def _rows_in(self, step: _Launched, batch: DecodeBatch, num_steps: int) -> NDArray[np.intp] | None:
-        """Return the row of a step that each row of a batch was, num_steps positions earlier; None if one was in none.
+    def _rows_before(self, step: _Launched, batch: DecodeBatch) -> NDArray[np.intp] | None:
+        """Return [rows]: the row of a step that each row of a batch was, one position earlier; None if one was in none.
 
         A row is known by the block that it writes to, which no other row has.
         """
@@ -154,7 +154,7 @@ class CudaDecoder:
         if batch.num_tokens != batch.num_rows or batch.num_rows > rows or len(batch.sampling) != batch.num_rows:
             return None
         earlier = inputs["positions"][:rows]
-        column = (batch.positions - num_steps) // block_size
+        column = (batch.positions - 1) // block_size
         if column.min() < 0 or column.max() >= batch.self_tables.shape[1]:
             return None
         blocks = inputs["self_tables"][np.arange(rows), earlier // block_size]
@@ -165,7 +165,7 @@ class CudaDecoder:
         places = self._row_of_block[own]
         if places.max() >= rows or not np.array_equal(blocks[places], own):
             return None
-        if not np.array_equal(earlier[places] + num_steps, batch.positions):
+        if not np.array_equal(earlier[places] + 1, batch.positions):
             return None
         is_same = (
             _is_prefix(batch.self_tables, inputs["self_tables"][places])
@@ -180,7 +180,7 @@ class CudaDecoder:
     def _places_in_ahead(
         self, ahead: _Launched, last: _Launched | None, before: NDArray[np.intp] | None, batch: DecodeBatch
     ) -> NDArray[np.intp] | None:
-        """Return the row of the step ahead that each row of a batch is; None if that does not have this batch.
+        """Return [rows]: the row of the step ahead that each row of a batch is; None if it does not have this batch.
 
         before: row of the last step that each one was. A batch that is found needs no check: its numbers are those of
         an earlier one, one position further, with tokens that the device chose.

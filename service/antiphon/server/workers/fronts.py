@@ -105,7 +105,9 @@ class Front:
     def __init__(self, spec: WorkerSpec) -> None:
         self._changed = asyncio.Event()
         self._is_there = True
-        self.link = EngineLink(lambda is_there: self._note(is_there=is_there), index=spec.index - 1, num=spec.num_ports)
+        self.link = EngineLink(
+            lambda is_there: self._note(is_there=is_there), index=spec.index - 1, num=spec.num_answering
+        )
 
     def meet(self, meeting: socket.socket) -> None:
         """Use the process of the engines whose socket arrives."""

@@ -73,8 +73,8 @@ class WorkerSpec:
         return f"{self.index}/{self.num_workers}"
 
     @property
-    def num_ports(self) -> int:
-        """Number of workers that share the port."""
+    def num_answering(self) -> int:
+        """Number of workers that answer calls, and share the port."""
         return self.num_workers if self.role is Role.BOTH else self.num_workers - 1
 
     def to_json(self, config: ServerConfig) -> bytes:

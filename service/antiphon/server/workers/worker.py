@@ -57,7 +57,7 @@ def main() -> NoReturn:
         registry = CollectorRegistry()
         if spec.role is Role.FRONT:
             config = config.model_copy(update={"device": "cpu"})
-        num_alike = 1 if spec.role is Role.ENGINE else spec.num_ports
+        num_alike = 1 if spec.role is Role.ENGINE else spec.num_answering
         resources = shared_resources(config, registry, num_workers=num_alike)
         handler.report_drops(resources.families.log_lines_dropped.inc)
         access = Access(config, FileMetrics(resources.families))
