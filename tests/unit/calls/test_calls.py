@@ -186,7 +186,7 @@ async def test_call_refused_before_its_request_is_counted_once_when_its_client_h
 def test_check_before_the_request_leaves_a_call_with_too_much_metadata_to_the_limits(
     num_bytes: int, is_refused: bool
 ) -> None:
-    """It would be refused each time, so it must not be told to try again."""
+    """The client must not try again: every further try would be refused too."""
 
     def refuse(record: CallRecord) -> None:
         raise QueueFull("full", retry_after_s=1.0)

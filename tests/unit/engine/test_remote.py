@@ -22,7 +22,7 @@ from antiphon.domain.errors import (
 )
 from antiphon.domain.request import CancelCause, FinishReason, Request, TokenEvent, TokenLogprob
 from antiphon.domain.sampling_params import SamplingParams
-from antiphon.engine.remote import Channel, EngineLink, FrontLink, LocalModel, RemoteEngine, RemoteModel
+from antiphon.engine.remote import Channel, EngineLink, FrontLink, Load, LocalModel, RemoteEngine, RemoteModel
 from antiphon.engine.stream import OutputStream
 from antiphon.rpc.v1.responses import Detokenizer
 from antiphon.server.settings import SHIPPED_BUNDLE
@@ -149,6 +149,16 @@ def _rounded(answer: list[tuple[object, ...]]) -> list[tuple[object, ...]]:
         )
         for index, ids, entries, *rest in answer
     ]
+
+
+async def test_engine_without_a_report_counts_as_idle_until_it_reports(linked: Linked) -> None:
+    """Regression: all blocks of an idle engine were reported as used."""
+    remote, engine = linked.engine, linked.bench.engine
+    assert (remote.num_running, remote.num_waiting) == (0, 0)
+    assert remote.num_free_blocks == remote.num_blocks == engine.num_blocks
+    linked.fronts[0].report({"fake": Load(num_running=2, num_waiting=1, num_free_blocks=3)})
+    await comes_true(lambda: remote.num_running)
+    assert (remote.num_running, remote.num_waiting, remote.num_free_blocks) == (2, 1, 3)
 
 
 async def test_events_of_a_request_have_its_id_and_timing(linked: Linked) -> None:
