@@ -64,6 +64,8 @@ class FakeRunner:
 
     before_encode, before_decode: called first, to hold a step or to raise a fault.
     reads_history: the logits depend on the whole target so far, and the end token can come earlier: for beams.
+    leaves_joining: leave rows to the step after the one in which they join, if they feed one token each and are no
+        beams, as a runner does that has launched the step already.
     is_recurrent: a block has room for the longest target, like a state of constant size.
     overrides: rows of logits, by source, that replace the computed ones at every position.
     begin_id: first token of every target.
@@ -105,6 +107,7 @@ class FakeRunner:
             heads=heads or {},
         )
         self.reads_history = reads_history
+        self.leaves_joining = False
         self.begin_id = BOS_ID
         self.before_encode: Callable[[Sequence[Sequence[int]]], None] = lambda sources: None
         self.before_decode: Callable[[int], None] = lambda num_rows: None
@@ -165,6 +168,9 @@ class FakeRunner:
         _require(batch.offsets[0] == 0 and batch.offsets[-1] == batch.num_tokens, "offsets that miss tokens")
         _check_sampling(batch)
         self._check_sharing(batch)
+        if self.leaves_joining and batch.num_due and _are_plain(batch):
+            num_rows = batch.num_due
+            batch = batch.part(0, num_rows)
         self.decoded_rows.append(num_rows)
         self.decoded_tokens.append(batch.num_tokens)
         picks = batch.sampling.picks
@@ -317,6 +323,14 @@ class _Cells:
 
 def _mark(before: int, token_id: int) -> int:
     return zlib.crc32(token_id.to_bytes(8, "little", signed=True), before)
+
+
+def _are_plain(batch: DecodeBatch) -> bool:
+    """Return whether every row feeds and samples one token, without edits, and none is a beam."""
+    has_one_each = batch.num_tokens == batch.num_rows == len(batch.sampling)
+    return bool(
+        has_one_each and batch.sampling.edit_offsets[-1] == 0 and not batch.sampling.ints("is_normalized").any()
+    )
 
 
 def _check_sampling(batch: DecodeBatch) -> None:

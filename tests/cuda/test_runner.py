@@ -65,13 +65,14 @@ class Rows:
             used = [table[: -(-length // 16)] for table, length in zip(self.cross, self.source_lens, strict=True)]
             runner.encode(sources, used)
 
-    def step(self, fed: Sequence[Sequence[int]], sampling: SamplingArrays) -> Samples:
-        """Feed tokens to every row."""
+    def step(self, fed: Sequence[Sequence[int]], sampling: SamplingArrays, *, num_due: int | None = None) -> Samples:
+        """Feed tokens to every row; to the first num_due only, if the runner leaves the others to the next step."""
         batch = batch_of(fed, self.past_lens, self.source_lens, tables=(self.own, self.cross), sampling=sampling)
         if self.num_own is not None:
             batch = replace(batch, num_own=np.array(self.num_own, np.int32))
-        samples = self.runner.decode(batch)
-        self.past_lens = [past + len(tokens) for past, tokens in zip(self.past_lens, fed, strict=True)]
+        samples = self.runner.decode(replace(batch, num_due=num_due))
+        for row, tokens in enumerate(fed[: len(samples.token_ids)]):
+            self.past_lens[row] += len(tokens)
         return samples
 
     def generate(self, num_steps: int, settings: SampleSettings, first: int = 1) -> list[list[int]]:
@@ -83,10 +84,14 @@ class Rows:
             fed = [[token] for token in tokens[-1]]
         return tokens
 
+    @property
+    def by_row(self) -> tuple[list[Any], ...]:
+        """Every list with one entry for each row."""
+        return (self.source_lens, self.own, self.cross, self.past_lens)
+
     def remove(self, row: int) -> None:
         """Let a row leave; the last row takes its place."""
-        every: tuple[list[Any], ...] = (self.source_lens, self.own, self.cross, self.past_lens)
-        for values in every:
+        for values in self.by_row:
             last = values.pop()
             if row < len(values):
                 values[row] = last
@@ -237,6 +242,63 @@ def test_a_step_ahead_keeps_the_rows_that_stay_when_others_leave(
     ours, reference = ([samples for ran, samples in results if ran is each] for each in (runner, native))
     for one, other in zip(ours, reference, strict=True):
         assert_equal(one, other)
+
+
+JOINING = {
+    "sampled": SampleSettings(temperature=1.0, seed=5, num_logprobs=1),
+    "edited": SampleSettings(edits=[(7, 0.0, 1.5, 0.0)], num_logprobs=1),
+    "forced": SampleSettings(forced_id=9, num_logprobs=1),
+    "prefix": SampleSettings(temperature=1.0, seed=5, num_logprobs=1),
+    "candidates": SampleSettings(num_logprobs=2),
+}
+
+
+@EVERY_DECODER
+@pytest.mark.parametrize("kind", JOINING)
+def test_rows_that_join_a_step_ahead_step_after_it_unless_they_need_the_host(
+    bundle: Bundle, device: CudaDevice, native: NativeRunner, kind: str
+) -> None:
+    """They take the place of a row that left, and leave again, as in the engine."""
+    runner = CudaRunner(bundle, device, max_rows=MAX_ROWS, precision="float32")
+    warm_up(runner)
+    before, lengths = runner.num_ahead, []
+    tokens: dict[tuple[Runner, str], list[tuple[int, int, float]]] = {}
+    for each in (runner, native):
+        rows = Rows(each, SOURCES)
+        rows.remove(1)
+        others = Rows(each, SOURCES)  # encodes the same sources into the same blocks, and one more
+        names, settings = ["a", "c"], [SampleSettings(temperature=1.0, seed=seed, num_logprobs=0) for seed in range(2)]
+        fed, num_due = [[1], [1]], None
+        for step in range(12):
+            if step == 5:
+                for of_row, of_joining in zip(
+                    rows.by_row, (len(SOURCES[1]), others.own[1], others.cross[1], 0), strict=True
+                ):
+                    of_row.append(of_joining)
+                names, settings, num_due = [*names, "b"], [*settings, JOINING[kind]], 2
+                fed = [*fed, [1, 6, 7] if kind == "prefix" else [1]]
+            if step == 8:
+                rows.remove(0)
+                names, settings, fed = [names[-1], *names[1:-1]], [settings[-1], *settings[1:-1]], [fed[-1], *fed[1:-1]]
+            ends = np.cumsum([len(row) for row in fed]) - 1
+            samples = rows.step(fed, sampling_of(ends.tolist(), settings), num_due=num_due)
+            lengths.append(len(samples.token_ids))
+            for row, token_id in enumerate(samples.token_ids.tolist()):
+                best = int(samples.top_ids[row, 0]) if settings[row].num_logprobs > 0 else 0
+                tokens.setdefault((each, names[row]), []).append((token_id, best, float(samples.logprobs[row])))
+                fed[row] = [token_id]
+                if settings[row].forced_id >= 0:
+                    settings[row] = SampleSettings(num_logprobs=1)
+            num_due = None
+    waits = kind == "sampled"
+    assert lengths[5] == (2 if waits else 3)
+    for name in "abc":
+        ours, reference = np.array(tokens[runner, name]), np.array(tokens[native, name])
+        assert len(ours) == len(reference) - (name == "b" and waits)
+        np.testing.assert_array_equal(ours[:, :2], reference[: len(ours), :2])
+        np.testing.assert_allclose(ours[:, 2], reference[: len(ours), 2], atol=1e-5)
+    if waits:
+        assert runner.num_ahead - before == 12 - 3  # as above: no step ahead was of no use
 
 
 @EVERY_DECODER

@@ -149,14 +149,18 @@ class BatchBuilder:
             self._inputs.sampling.end_first_step(num_rows)
             self._batch = None
 
-    def batch(self, sequences: SequenceABC[Sequence]) -> DecodeBatch:
+    def batch(self, sequences: SequenceABC[Sequence], num_due: int) -> DecodeBatch:
         """Return the next input of the runner, for the sequences of rows 0 and following.
 
-        Its arrays are views. It is the same object until rows or their parameters change.
+        num_due: rows that have decoded before, the first ones. Its arrays are views. It is the same object until rows
+        or their parameters change.
         """
         if self._batch is None:
             self.scored = []
             self._batch = self._first_batch(sequences) if self._first else self._next_batch(len(sequences))
+        due = None if num_due == len(sequences) else num_due
+        if due != self._batch.num_due:
+            self._batch = dataclasses.replace(self._batch, num_due=due)
         sampling = self._inputs.sampling.with_processors(self._batch.sampling)
         return self._batch if sampling is self._batch.sampling else dataclasses.replace(self._batch, sampling=sampling)
 
@@ -291,11 +295,10 @@ class RunningRows:
     def __len__(self) -> int:
         return len(self.sequences)
 
-    @property
-    def streamed(self) -> StreamedRows:
-        """The rows whose tokens are streamed; the same object until a row is added or removed."""
-        if self._streamed is None:
-            is_streamed = ~self.is_whole[: len(self.sequences)]
+    def streamed(self, num_rows: int) -> StreamedRows:
+        """Return which of the first rows are streamed; the same object until their number changes, or any row."""
+        if self._streamed is None or len(self._streamed.mask) != num_rows:
+            is_streamed = ~self.is_whole[:num_rows]
             rows: list[int] = np.flatnonzero(is_streamed).tolist()
             self._streamed = StreamedRows(is_streamed, rows, tuple(self.sequences[row].sink for row in rows))
         return self._streamed
@@ -348,16 +351,17 @@ class RunningRows:
         is_short = (ends - self.positions[:num_rows] <= num_steps) & (ends < self.end_positions[:num_rows])
         return int(is_short.sum())
 
-    def batch(self) -> DecodeBatch:
-        """Return the next input of the runner."""
-        return self._builder.batch(self.sequences)
+    def batch(self, num_due: int | None = None) -> DecodeBatch:
+        """Return the next input of the runner. num_due: rows that have decoded before, the first ones; None: all."""
+        return self._builder.batch(self.sequences, len(self.sequences) if num_due is None else num_due)
 
     def advance(self, token_ids: NDArray[np.int64]) -> None:
-        """Let every row feed its new token at the next step; the beam search has advanced its rows already.
+        """Let rows feed their new tokens at the next step; the beam search has advanced its rows already.
 
-        token_ids: [num_rows]; a value below 0 belongs to a row that is about to end, and does not advance it.
+        token_ids: of all rows, or of the first ones, if the others wait for their first step. A value below 0 belongs
+        to a row that is about to end, and does not advance it.
         """
-        num_rows = len(self.sequences)
+        num_rows = len(token_ids)
         self._num_safe_steps -= 1
         if not self.num_beams and min(token_ids.tolist()) >= 0:  # as nearly always: with few calls of NumPy
             self.token_ids[:num_rows] = token_ids

@@ -45,8 +45,9 @@ class Committed:
 
 def commit(rows: RunningRows, samples: Samples, eos_id: int) -> Committed:
     """Separate the samples of a step, by which the rows have advanced already."""
-    num_rows, streamed = len(rows), rows.streamed
-    token_ids = samples.token_ids[:num_rows]
+    token_ids = samples.token_ids[: len(rows)]
+    num_rows = len(token_ids)  # the last rows may wait for their first step
+    streamed = rows.streamed(num_rows)
     ids: list[int] = token_ids.tolist()
     if not (rows.num_beams or rows.checked or eos_id in ids or min(ids) < 0 or rows.may_end()):
         return Committed(streamed.sinks, streamed.of(ids), [])  # as in most steps: no output ends
@@ -93,8 +94,9 @@ def _check_tokens(
     last: dict[int, tuple[TokenLogprob, ...]] = {}
     scored = _scored(rows, samples)
     for sequence in rows.checked:
-        row = sequence.row
-        assert row is not None
+        row = sequence.running_row()
+        if row >= len(is_silent):
+            continue
         token_id = int(samples.token_ids[row])
         if token_id < 0:
             continue

@@ -114,6 +114,7 @@ class Stepper:
         self._has_failed = False  # the runner failed in this step, or returned no valid token
         self._num_deferred = 0  # of the scheduler
         self._last_decode_s = 0.0
+        self._left: list[Sequence] = []  # rows that the runner left to the next step, their first one
         self._num_empty, self._empty_since_s = 0, 0.0  # rows that this lane may fill and has not filled
         self._occupancy: tuple[int, int, int] | None = None  # reported last
         self._report_occupancy()  # before the first request: a gauge of 0 free blocks would look like a full cache
@@ -380,12 +381,15 @@ class Stepper:
     # Decode: one token for every row.
 
     def _decode(self, num_before: int) -> StepTokens:
-        """Decode every row; rows from `num_before` on decode for the first time. Return the tokens to stream."""
+        """Decode every row; return the tokens to stream.
+
+        Rows from `num_before` on decode for the first time, and the runner may leave them to the next step.
+        """
         rows = self._rows
         if not rows:
             return StepTokens()
         try:
-            batch = rows.batch()
+            batch = rows.batch(num_before)
             with self._state.computing():
                 samples = self._runner.decode(batch)
             finished = self._beams.advance(samples) if len(self._beams) else []
@@ -393,9 +397,9 @@ class Stepper:
             self._fail([sequence.group for sequence in rows.sequences], "decode", fault)
             return StepTokens()
         token_ids = samples.token_ids[: len(rows)]
-        has_decoded = token_ids.tolist().count(NOT_FINITE) < len(rows)
+        has_decoded = token_ids.tolist().count(NOT_FINITE) < len(token_ids)
         rows.advance(token_ids)
-        self._note_token_times(num_before)
+        self._note_token_times(num_before, len(token_ids))
         if rows.num_beams:
             return self._commit_beams(samples, finished)._replace(has_decoded=has_decoded)
         return StepTokens(*self._commit(samples), has_decoded)
@@ -518,10 +522,14 @@ class Stepper:
         if reason in ANSWERED and timing.queued_s is not None and group.num_generated:
             self._queue.answered(timing.total_s - timing.queued_s, group.num_generated // group.num_rows)
 
-    def _note_token_times(self, num_before: int) -> None:
-        """Record a new token of every row. For rows from `num_before` on it is the first since they started."""
+    def _note_token_times(self, num_before: int, num_decoded: int) -> None:
+        """Record a new token of each of the first rows.
+
+        It is the first since they started for rows from `num_before` on, and for those that were left to this step.
+        """
         now_s = self._clock()
-        for sequence in self._rows.sequences[num_before:]:
+        left = [each for each in self._left if each.row is not None and each.row < num_before]
+        for sequence in (*left, *self._rows.sequences[num_before:num_decoded]):
             group = sequence.group
             if group.first_token_s is None:
                 group.first_token_s = now_s
@@ -529,7 +537,8 @@ class Stepper:
             elif group.preempted_s is not None:
                 self._metrics.resumed(now_s - group.preempted_s)
                 group.preempted_s = None
-        self._metrics.decoded(len(self._rows), num_before, now_s - self._last_decode_s)
+        self._left = self._rows.sequences[num_decoded:]
+        self._metrics.decoded(num_decoded, num_before - len(left), now_s - self._last_decode_s)
         self._last_decode_s = now_s
 
     def _note_empty_rows(self) -> None:

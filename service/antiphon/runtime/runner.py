@@ -11,7 +11,7 @@ M width of the encoder output, O outputs of a head.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -80,6 +80,9 @@ class DecodeBatch:
     blocks of other beams there."""
     max_num_logprobs: int = 0
     """The largest num_logprobs of sampling, at least 0: the width of the candidates in Samples."""
+    num_due: int | None = None
+    """Leading rows that must step now. The others have not decoded yet, and a runner may leave all of them to the next
+    step: then Samples ends before them, and their numbers must be the same there. None: all rows are due."""
 
     @property
     def num_tokens(self) -> int:
@@ -90,6 +93,27 @@ class DecodeBatch:
     def num_rows(self) -> int:
         """Number of rows, R."""
         return len(self.source_lens)
+
+    def part(self, start: int, stop: int) -> DecodeBatch:
+        """Return rows start .. stop-1, as views, of a batch in which every row feeds and samples one token."""
+        rows, sampling = slice(start, stop), self.sampling
+        return DecodeBatch(
+            token_ids=self.token_ids[rows],
+            positions=self.positions[rows],
+            offsets=self.offsets[: stop - start + 1],
+            self_tables=self.self_tables[rows],
+            cross_tables=self.cross_tables[rows],
+            source_lens=self.source_lens[rows],
+            sampling=replace(
+                sampling,
+                picks=sampling.picks[: stop - start],
+                float_params=sampling.float_params[rows],
+                int_params=sampling.int_params[rows],
+                edit_offsets=sampling.edit_offsets[start : stop + 1],
+            ),
+            num_own=None if self.num_own is None else self.num_own[rows],
+            max_num_logprobs=self.max_num_logprobs,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -254,6 +254,39 @@ def test_step_measures_latencies_by_the_clock(bench: Bench) -> None:
     assert bench.sample("e2e_request_latency_seconds_sum") == 4.0
 
 
+def test_row_that_the_runner_leaves_to_the_next_step_has_its_first_token_there(bench: Bench) -> None:
+    bench.runner.leaves_joining = True
+    bench.add("a", source_of(target_len=4))
+    bench.step()
+    joining = bench.add("b", source_of(target_len=3, variant=1))
+    for _ in range(2):
+        bench.clock.advance(1.0)
+        bench.step()
+    bench.finish()
+    assert bench.runner.decoded_rows == [1, 1, 2, 2, 2, 1]
+    event = bench.output(joining)
+    assert (event.token_ids, event.finish_reason) == expected(bench, joining)
+    assert event.timing is not None
+    assert event.timing.first_token_s == 2.0
+    assert bench.sample("generation_tokens_total") == sum(bench.runner.decoded_rows)
+    assert bench.sample("time_to_first_token_seconds_count") == 2
+    assert bench.sample("inter_token_latency_seconds_count") == 7
+
+
+def test_row_that_ends_before_its_first_step_is_not_counted(bench: Bench) -> None:
+    bench.runner.leaves_joining = True
+    bench.add("a", source_of(target_len=4))
+    bench.step()
+    bench.add("b", source_of(target_len=3, variant=1))
+    bench.step()
+    bench.step("b")
+    bench.finish()
+    assert bench.runner.decoded_rows == [1] * 5
+    assert bench.sample("time_to_first_token_seconds_count") == 1
+    assert bench.sample("inter_token_latency_seconds_count") == 4
+    assert bench.pool.num_free == bench.pool.num_blocks
+
+
 def test_stepper_reports_an_empty_cache_before_the_first_request(bench: Bench) -> None:
     """Regression: it reported 0 free blocks until then, as if the cache were full."""
     assert bench.sample("kv_cache_blocks", use="free") == bench.pool.num_blocks
@@ -287,6 +320,7 @@ def test_step_gives_each_request_of_a_random_mix_its_own_answer(loop: asyncio.Ab
 
     bench.runner.before_encode = lambda sources: maybe("encode")
     bench.runner.before_decode = lambda num_rows: maybe("decode")
+    bench.runner.leaves_joining = dice.random() < 0.5
     for turn in range(120):
         if turn < 80:
             for i in range(dice.choice([0, 0, 1, 3])):

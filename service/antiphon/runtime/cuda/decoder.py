@@ -3,8 +3,9 @@
 A step in which every row feeds and samples one token is padded to a bucket of rows, whose graph is captured when it is
 first run and replayed from then on. Other steps (prefixes, targets to be scored) run without a captured graph.
 
-While no row joins, the step after the present one is launched before the present one has been read: its tokens are
-taken on the device. Of rows that turn out to have left its results are not used, and of none if another has joined.
+The step after the present one is launched before the present one has been read: its tokens are taken on the device. Of
+rows that turn out to have left its results are not used. Rows that join meanwhile wait for the step after it, which is
+launched with them. It is of no use if one of these needs the host's work, as a prefix does: then all rows step again.
 What it wrote then belongs to positions that their rows write again, or to blocks that were freed and are written before
 they are read, since all work runs in one stream in order. Of the two states of a recurrence it replaced the one that no
 later step of its row reads.
@@ -19,14 +20,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from antiphon.ops.cache_geometry import BLOCK_SIZE, blocks_for
+from antiphon.ops.cuda import PREVIOUS
 from antiphon.ops.cuda.driver import CudaDevice
-from antiphon.ops.sampling import Samples
+from antiphon.ops.sampling import Samples, SamplingArrays
 from antiphon.runtime.cuda.cuda_graph import Bound, CudaGraph, ElementType
 from antiphon.runtime.cuda.step_buffers import StepBuffers, StepSizes, StepTurn
 from antiphon.runtime.runner import DecodeBatch
 
 _FIRST_EDITS = 4096
-# Steps in which no row joined before the next one is launched ahead: rows that join often would waste every such step.
+# Steps that a step ahead could have been, before the next one is launched ahead: some would be of no use too often.
 _QUIET_STEPS = 2
 # Sizes to which steps are padded, so that few graphs are captured and each is replayed often.
 _ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
@@ -47,14 +49,13 @@ class Pool:
 class _Launched:
     """A step in flight, in which every row feeds and samples one token.
 
-    num_rows: rows without padding. origins: [num_rows], of a step ahead: the row of the step before that each one was.
+    num_rows: rows without padding.
     """
 
     turn: StepTurn
     num_rows: int
     sizes: StepSizes
     has_candidates: bool
-    origins: NDArray[np.intp] | None = None
 
 
 class CudaDecoder:
@@ -76,18 +77,23 @@ class CudaDecoder:
         self._last: _Launched | None = None
         self._ahead: _Launched | None = None
         self._num_quiet = 0
-        # Scratch: the row that writes to a block, and the row that was one of the step before; else any other number.
-        self._row_of_block = np.zeros(bounds.num_blocks, np.intp)
-        self._row_of_origin = np.zeros(rows, np.intp)
+        self._row_of_block = np.zeros(bounds.num_blocks, np.intp)  # scratch: the row that writes to it, or any other
         self.num_ahead = 0  # steps whose results were there before they were asked for
 
     def run(self, batch: DecodeBatch) -> Samples:
-        """Run one step and return its samples. Raises ValueError for a wrong index, GraphError."""
+        """Run one step and return its samples: those of the rows that are due, if the others wait for the next step.
+
+        Raises ValueError for a wrong index, GraphError.
+        """
         ahead, last, self._ahead = self._ahead, self._last, None
-        before = None if last is None else self._rows_before(last, batch)
-        places = None if ahead is None else self._places_in_ahead(ahead, last, before, batch)
-        self._num_quiet = 0 if before is None else self._num_quiet + 1
+        due, joining = batch, None
+        if batch.num_due and last is not None and self._may_wait(last, batch):
+            due, joining = batch.part(0, batch.num_due), batch.part(batch.num_due, batch.num_rows)
+            check_batch(joining, self._bounds)
+        places = None if last is None else self._places(last, ahead, due)
+        self._num_quiet = 0 if places is None else self._num_quiet + 1
         if ahead is None or places is None:
+            due, joining = batch, None
             check_batch(batch, self._bounds)
             if batch.num_tokens != batch.num_rows or len(batch.sampling) != batch.num_rows:
                 self._last = None
@@ -96,10 +102,17 @@ class CudaDecoder:
         else:
             self.num_ahead += 1
             launched = ahead
-        self._ahead = self._launch_ahead(launched, places, batch)
+        self._ahead = self._launch_ahead(launched, places, due, joining)
         self._last = launched
         launched.turn.event.wait()
         return launched.turn.samples(places, launched.sizes.candidates, batch.max_num_logprobs)
+
+    def _may_wait(self, last: _Launched, batch: DecodeBatch) -> bool:
+        """Return whether the rows of a batch that are not due can be launched with the step after one ahead."""
+        has_one_each = batch.num_tokens == batch.num_rows == len(batch.sampling)
+        has_candidates = candidate_bucket(batch.max_num_logprobs) <= last.sizes.candidates
+        bucket = (row_bucket(batch.num_rows, self._bounds.max_rows), last.sizes.candidates)
+        return has_one_each and has_candidates and bucket in self._captured and not _needs_host(batch.sampling)
 
     def _sizes(self, tokens: int, rows: int, samples: int, edits: int, candidates: int) -> StepSizes:
         bounds = self._bounds
@@ -121,7 +134,7 @@ class CudaDecoder:
         self._hold(sizes)
         turn = self._fixed.next_turn()
         turn.fill(batch, sizes)
-        has_candidates = candidates > 1 or bool((batch.sampling.ints("num_logprobs") > 0).any())
+        has_candidates = candidates > 1 or batch.max_num_logprobs > 0
         launched = _Launched(turn=turn, num_rows=batch.num_rows, sizes=sizes, has_candidates=has_candidates)
         self._replay(launched)
         return launched
@@ -145,19 +158,23 @@ class CudaDecoder:
         self._graph.run(bound, graph_id)
         launched.turn.copy_out(has_candidates=launched.has_candidates)
 
-    def _rows_before(self, step: _Launched, batch: DecodeBatch) -> NDArray[np.intp] | None:
-        """Return [rows]: the row of a step that each row of a batch was, one position earlier; None if one was in none.
+    def _places(self, last: _Launched, ahead: _Launched | None, batch: DecodeBatch) -> NDArray[np.intp] | None:
+        """Return [rows]: the row of the step ahead that each row of a batch is; None if it does not have this batch.
 
-        A row is known by the block that it writes to, which no other row has.
+        Without a step ahead, the row of the last step, one position earlier, of which one could have been launched. A
+        batch that is found needs no check: its numbers were checked, or are those of an earlier one, one position
+        further, with tokens that the device chose. A row is known by the block that it writes to, which no other row
+        has.
         """
+        step, shift = (last, 1) if ahead is None else (ahead, 0)
         inputs, rows, block_size = step.turn.inputs, step.num_rows, self._bounds.target_block_size
         if batch.num_tokens != batch.num_rows or batch.num_rows > rows or len(batch.sampling) != batch.num_rows:
             return None
-        earlier = inputs["positions"][:rows]
-        column = (batch.positions - 1) // block_size
+        its_positions, positions = inputs["positions"][:rows], batch.positions - np.int32(shift)
+        column = positions // block_size
         if column.min() < 0 or column.max() >= batch.self_tables.shape[1]:
             return None
-        blocks = inputs["self_tables"][np.arange(rows), earlier // block_size]
+        blocks = inputs["self_tables"][np.arange(rows), its_positions // block_size]
         own = batch.self_tables[np.arange(batch.num_rows), column]
         if own.min() < 0 or own.max() >= self._bounds.num_blocks:
             return None  # it will be refused
@@ -165,45 +182,32 @@ class CudaDecoder:
         places = self._row_of_block[own]
         if places.max() >= rows or not np.array_equal(blocks[places], own):
             return None
-        if not np.array_equal(earlier[places] + 1, batch.positions):
-            return None
         is_same = (
-            _is_prefix(batch.self_tables, inputs["self_tables"][places])
+            np.array_equal(its_positions[places], positions)
+            and _is_prefix(batch.self_tables, inputs["self_tables"][places])
             and ("cross_lens" not in inputs or np.array_equal(batch.source_lens, inputs["cross_lens"][places]))
             and ("cross_tables" not in inputs or _is_prefix(batch.cross_tables, inputs["cross_tables"][places]))
             and np.array_equal(batch.sampling.float_params, inputs["float_params"][places])
             and np.array_equal(batch.sampling.int_params, inputs["int_params"][places])
             and batch.sampling.edit_offsets[-1] == 0 == inputs["edit_offsets"][step.sizes.samples]
+            and (ahead is None or np.array_equal(batch.token_ids, _fed_ids(last, ahead)[places]))
         )
         return places if is_same else None
 
-    def _places_in_ahead(
-        self, ahead: _Launched, last: _Launched | None, before: NDArray[np.intp] | None, batch: DecodeBatch
-    ) -> NDArray[np.intp] | None:
-        """Return [rows]: the row of the step ahead that each row of a batch is; None if it does not have this batch.
-
-        before: row of the last step that each one was. A batch that is found needs no check: its numbers are those of
-        an earlier one, one position further, with tokens that the device chose.
-        """
-        if last is None or before is None or ahead.origins is None:
+    def _launch_ahead(
+        self, launched: _Launched, places: NDArray[np.intp], due: DecodeBatch, joining: DecodeBatch | None
+    ) -> _Launched | None:
+        """Launch the step after one: its rows `places` with the tokens that they sample, and those that join."""
+        if not self._goes_ahead or self._num_quiet < _QUIET_STEPS or not _can_go_ahead(due, self._bounds):
             return None
-        self._row_of_origin[:] = -1
-        self._row_of_origin[ahead.origins] = np.arange(ahead.num_rows)
-        places = self._row_of_origin[before]
-        if places.min() < 0 or not np.array_equal(batch.token_ids, last.turn.token_ids(last.num_rows)[before]):
-            return None
-        return places
-
-    def _launch_ahead(self, launched: _Launched, places: NDArray[np.intp], batch: DecodeBatch) -> _Launched | None:
-        """Launch the step after one, with the tokens that its rows `places` sample, if no row is likely to join."""
-        if not self._goes_ahead or self._num_quiet < _QUIET_STEPS or not _can_go_ahead(batch, self._bounds):
-            return None
-        sizes, rows = launched.sizes, row_bucket(len(places), self._bounds.max_rows)
+        sizes, num_rows = launched.sizes, len(places) + (0 if joining is None else joining.num_rows)
+        rows, has_candidates = row_bucket(num_rows, self._bounds.max_rows), launched.has_candidates
         if (rows, sizes.candidates) in self._captured:  # a capture runs the step again, after its tokens are replaced
             sizes = replace(sizes, tokens=rows, rows=rows, samples=rows)
         turn = self._fixed.next_turn()
-        turn.advance(launched.turn, places, sizes.rows)
-        ahead = replace(launched, turn=turn, num_rows=len(places), sizes=sizes, origins=places)
+        turn.advance(launched.turn, places, joining, sizes.rows)
+        has_candidates = has_candidates or (joining is not None and joining.max_num_logprobs > 0)
+        ahead = _Launched(turn=turn, num_rows=num_rows, sizes=sizes, has_candidates=has_candidates)
         self._replay(ahead)
         return ahead
 
@@ -249,10 +253,7 @@ class CudaDecoder:
 
 def _can_go_ahead(batch: DecodeBatch, bounds: Bounds) -> bool:
     """Return True if the next step needs neither the host's work on the tokens nor a block that a row may not have."""
-    sampling = batch.sampling
-    has_beams, is_forced = sampling.ints("is_normalized").any(), (sampling.ints("forced_id") >= 0).any()
-    needs_host = sampling.edit_offsets[-1] > 0 or has_beams or is_forced
-    if needs_host:
+    if _needs_host(batch.sampling):
         return False
     following = batch.positions + np.int32(1)
     if batch.num_own is None:
@@ -260,6 +261,19 @@ def _can_go_ahead(batch: DecodeBatch, bounds: Bounds) -> bool:
     else:
         has_room = following // bounds.target_block_size < batch.num_own
     return bool(has_room.all() and following.max() < bounds.max_target_len)
+
+
+def _needs_host(sampling: SamplingArrays) -> bool:
+    """Return True if the host must see a token before the next step, or gives one."""
+    has_beams, is_forced = sampling.ints("is_normalized").any(), (sampling.ints("forced_id") >= 0).any()
+    return bool(sampling.edit_offsets[-1] > 0 or has_beams or is_forced)
+
+
+def _fed_ids(last: _Launched, ahead: _Launched) -> NDArray[np.int32]:
+    """Return [rows]: the tokens that a step ahead feeds, once the step before it has ended."""
+    fed = ahead.turn.inputs["tokens"][: ahead.num_rows]
+    sampled = last.turn.token_ids(last.num_rows)
+    return np.where(fed > PREVIOUS, fed, sampled[np.clip(PREVIOUS - fed, 0, last.num_rows - 1)])
 
 
 def _is_prefix(table: NDArray[np.int32], earlier: NDArray[np.int32]) -> bool:

@@ -79,8 +79,13 @@ class StepTurn:
             self._fill_table("cross_tables", batch.cross_tables)
         self._fill_samples(batch, padded.samples)
 
-    def advance(self, before: StepTurn, origins: NDArray[np.intp], padded_rows: int) -> None:
-        """Write the step after that of another turn: rows `origins` of it, with the tokens that they sample there."""
+    def advance(
+        self, before: StepTurn, origins: NDArray[np.intp], joining: DecodeBatch | None, padded_rows: int
+    ) -> None:
+        """Write the step after that of another turn: rows `origins` of it, with the tokens that they sample there.
+
+        joining: rows behind these, which have not decoded yet. Every row feeds and samples one token, without edits.
+        """
         rows = len(origins)
         for name, array in before.inputs.items():
             if name in _PER_ROW:
@@ -88,6 +93,9 @@ class StepTurn:
         for name in ("positions", "self_lens", "sample_positions"):
             self.inputs[name][:rows] += 1
         self.inputs["tokens"][:rows] = PREVIOUS - origins
+        if joining is not None:
+            self._fill_joining(joining, rows)
+            rows += joining.num_rows
         for name in ("rows", "picks"):
             self.inputs[name][:rows] = np.arange(rows)
         self._fill_padding(rows, padded_rows)
@@ -126,6 +134,24 @@ class StepTurn:
         table = self._results[name][:num_computed].reshape(-1, computed)
         # Native beam search reads it by address.
         return np.ascontiguousarray(table[samples, :num_candidates])
+
+    def _fill_joining(self, batch: DecodeBatch, start: int) -> None:
+        """Write rows that feed and sample one token each, from row `start` on."""
+        values: dict[str, NDArray[Any]] = {
+            "tokens": batch.token_ids,
+            "positions": batch.positions,
+            "self_lens": batch.positions + 1,
+            "sample_positions": batch.positions,
+            "self_tables": batch.self_tables,
+            "float_params": batch.sampling.float_params,
+            "int_params": batch.sampling.int_params,
+            "cross_lens": batch.source_lens,
+            "cross_tables": batch.cross_tables,
+        }
+        for name, array in values.items():
+            if name in self.inputs:
+                rows = self.inputs[name][start : start + batch.num_rows]
+                (rows if array.ndim == 1 else rows[:, : array.shape[1]])[:] = array
 
     def _fill_padding(self, rows: int, padded_rows: int) -> None:
         """Write the padding of a step in which every row feeds and samples one token."""
