@@ -290,7 +290,7 @@ def test_rows_that_join_a_step_ahead_step_after_it_unless_they_need_the_host(
                 if settings[row].forced_id >= 0:
                     settings[row] = SampleSettings(num_logprobs=1)
             num_due = None
-    waits = kind == "sampled"
+    waits = kind in ("sampled", "forced")
     assert lengths[5] == (2 if waits else 3)
     for name in "abc":
         ours, reference = np.array(tokens[runner, name]), np.array(tokens[native, name])

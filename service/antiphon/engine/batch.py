@@ -143,9 +143,9 @@ class BatchBuilder:
             self._first[target] = self._first.pop(source)
 
     def end_first_step(self, num_rows: int) -> None:
-        """Forget all first inputs: every row has fed its own."""
+        """Forget the first inputs of the first rows, which have fed them."""
         if self._first:
-            self._first.clear()
+            self._first = {row: first for row, first in self._first.items() if row >= num_rows}
             self._inputs.sampling.end_first_step(num_rows)
             self._batch = None
 

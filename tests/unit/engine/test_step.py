@@ -273,6 +273,18 @@ def test_row_that_the_runner_leaves_to_the_next_step_has_its_first_token_there(b
     assert bench.sample("inter_token_latency_seconds_count") == 7
 
 
+def test_row_that_the_runner_leaves_to_the_next_step_is_forced_there_and_not_later(bench: Bench) -> None:
+    bench.runner.leaves_joining = True
+    bench.add("a", source_of(target_len=8))
+    bench.step()
+    params = SamplingParams(max_new_tokens=4, forced_first_id=9)
+    joining = bench.add("b", source_of(target_len=8, variant=1), params)
+    bench.finish()
+    expected_ids, _ = expected(bench, joining)
+    assert expected_ids[0] != 9
+    assert bench.output(joining).token_ids == (9, *expected_ids[1:])
+
+
 def test_row_that_ends_before_its_first_step_is_not_counted(bench: Bench) -> None:
     bench.runner.leaves_joining = True
     bench.add("a", source_of(target_len=4))

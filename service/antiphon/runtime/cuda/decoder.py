@@ -24,7 +24,7 @@ from antiphon.ops.cuda import PREVIOUS
 from antiphon.ops.cuda.driver import CudaDevice
 from antiphon.ops.sampling import Samples, SamplingArrays
 from antiphon.runtime.cuda.cuda_graph import Bound, CudaGraph, ElementType
-from antiphon.runtime.cuda.step_buffers import StepBuffers, StepSizes, StepTurn
+from antiphon.runtime.cuda.step_buffers import StepBuffers, StepSizes, StepTurn, following_params
 from antiphon.runtime.runner import DecodeBatch
 
 _FIRST_EDITS = 4096
@@ -180,6 +180,7 @@ class CudaDecoder:
             return None  # it will be refused
         self._row_of_block[blocks] = np.arange(rows)
         places = self._row_of_block[own]
+        int_params = inputs["int_params"] if shift == 0 else following_params(inputs["int_params"])
         if places.max() >= rows or not np.array_equal(blocks[places], own):
             return None
         is_same = (
@@ -188,7 +189,7 @@ class CudaDecoder:
             and ("cross_lens" not in inputs or np.array_equal(batch.source_lens, inputs["cross_lens"][places]))
             and ("cross_tables" not in inputs or _is_prefix(batch.cross_tables, inputs["cross_tables"][places]))
             and np.array_equal(batch.sampling.float_params, inputs["float_params"][places])
-            and np.array_equal(batch.sampling.int_params, inputs["int_params"][places])
+            and np.array_equal(batch.sampling.int_params, int_params[places])
             and batch.sampling.edit_offsets[-1] == 0 == inputs["edit_offsets"][step.sizes.samples]
             and (ahead is None or np.array_equal(batch.token_ids, _fed_ids(last, ahead)[places]))
         )
@@ -264,9 +265,8 @@ def _can_go_ahead(batch: DecodeBatch, bounds: Bounds) -> bool:
 
 
 def _needs_host(sampling: SamplingArrays) -> bool:
-    """Return True if the host must see a token before the next step, or gives one."""
-    has_beams, is_forced = sampling.ints("is_normalized").any(), (sampling.ints("forced_id") >= 0).any()
-    return bool(sampling.edit_offsets[-1] > 0 or has_beams or is_forced)
+    """Return True if the host must see a token before the next step."""
+    return bool(sampling.edit_offsets[-1] > 0 or sampling.ints("is_normalized").any())
 
 
 def _fed_ids(last: _Launched, ahead: _Launched) -> NDArray[np.int32]:

@@ -27,6 +27,7 @@ _NEUTRAL_FLOATS = np.array(list(FLOAT_PARAMS.values()), np.float32)
 _NEUTRAL_INTS = np.array(list(INT_PARAMS.values()), np.int64)
 # Arrays start at multiples of it: kernels read vectors of 16 bytes, and a copy moves lines of 256.
 _ALIGNMENT = 256
+_FORCED_ID = list(INT_PARAMS).index("forced_id")
 EDITS = ("edit_ids", "edit_rounds", "edit_values")
 # What a row of a step has that feeds and samples one token.
 _PER_ROW = (
@@ -92,6 +93,7 @@ class StepTurn:
                 self.inputs[name][:rows] = array[origins]
         for name in ("positions", "self_lens", "sample_positions"):
             self.inputs[name][:rows] += 1
+        self.inputs["int_params"][:rows] = following_params(self.inputs["int_params"][:rows])
         self.inputs["tokens"][:rows] = PREVIOUS - origins
         if joining is not None:
             self._fill_joining(joining, rows)
@@ -189,6 +191,13 @@ class StepTurn:
             inputs["edit_ids"][:num_edits] = sampling.edit_ids[:num_edits]
             inputs["edit_values"][:num_edits] = sampling.edit_values[:num_edits]
             inputs["edit_rounds"][:num_edits] = edit_rounds(sampling)
+
+
+def following_params(int_params: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the parameters of the step after one with these: a token is forced at the first step of a row only."""
+    following = int_params.copy()
+    following[:, _FORCED_ID] = INT_PARAMS["forced_id"]
+    return following
 
 
 def edit_rounds(sampling: SamplingArrays) -> NDArray[np.int32]:
