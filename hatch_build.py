@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import platform
 import shlex
 import shutil
 import subprocess
@@ -41,11 +40,17 @@ NATIVE_FLAGS = (
 # and is entered only where the processor has it (native/cpu.cc).
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni")
-INSTRUCTION_SETS = {
-    "kernels_avx2.cc": _AVX2,
-    "kernels_avxvnni.cc": (*_AVX2, "-mavxvnni"),
-    "kernels_avx512.cc": _AVX512,
-    "kernels_amx.cc": (*_AVX512, "-mamx-tile", "-mamx-int8"),
+INSTRUCTION_SETS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "x86_64": {
+        "kernels_avx2.cc": _AVX2,
+        "kernels_avxvnni.cc": (*_AVX2, "-mavxvnni"),
+        "kernels_avx512.cc": _AVX512,
+        "kernels_amx.cc": (*_AVX512, "-mamx-tile", "-mamx-int8"),
+    },
+    "aarch64": {
+        "kernels_dotprod.cc": ("-march=armv8.2-a+dotprod",),
+        "kernels_i8mm.cc": ("-march=armv8.2-a+dotprod+i8mm",),
+    },
 }
 # Modules that mypyc compiles: the interpreter otherwise takes half of the engine's time for small models. Where a
 # module was not compiled, Python runs its source, with equal results.
@@ -125,9 +130,9 @@ def compile_native(root: Path, library: Path = NATIVE_LIBRARY, flags: Sequence[s
     sources = sorted(path for folder in NATIVE_SOURCES for path in (root / folder).glob("*.cc"))
     if not sources:
         return None
-    if not _is_x86():
-        sources = [source for source in sources if source.name not in INSTRUCTION_SETS]
-    jobs = {source.stem: (source, INSTRUCTION_SETS.get(source.name, ())) for source in sources}
+    own = _instruction_sets()
+    foreign = {name for names in INSTRUCTION_SETS.values() for name in names} - set(own)
+    jobs = {source.stem: (source, own.get(source.name, ())) for source in sources if source.name not in foreign}
     return _compile_library(root, library, jobs, flags, generates=True)
 
 
@@ -142,15 +147,26 @@ def compile_kernel_bench(root: Path, library: Path) -> Path:
         return library
     loops = root / KERNEL_BENCH_SOURCES / "bare_loops.cc"
     jobs: dict[str, tuple[Path, Sequence[str]]] = {"kernel_runs": (root / KERNEL_BENCH_SOURCES / "kernel_runs.cc", ())}
-    for name, options in ({"kernels_portable.cc": ()} | (INSTRUCTION_SETS if _is_x86() else {})).items():
+    for name, options in ({"kernels_portable.cc": ()} | _instruction_sets()).items():
         kernels = name.removeprefix("kernels_").removesuffix(".cc")
         jobs[kernels] = (loops, (f"-DANTIPHON_LOOPS={kernels}", *options))
     library.parent.mkdir(parents=True, exist_ok=True)
     return _compile_library(root, library, jobs, [f"-I{NATIVE_SOURCES[0]}"], generates=False)
 
 
-def _is_x86() -> bool:
-    return platform.machine().lower() in ("x86_64", "amd64")
+def _instruction_sets() -> dict[str, tuple[str, ...]]:
+    """Return the files of instruction sets, and their flags, of the processor that the compiler compiles for."""
+    target = _call([*_compiler(), "-dumpmachine"], Path(), "the C++ compiler").strip().split("-")[0]
+    return dict(INSTRUCTION_SETS.get({"amd64": "x86_64", "arm64": "aarch64"}.get(target, target), {}))
+
+
+def _compiler() -> list[str]:
+    """Return the words of CXX. Raises BuildError."""
+    compiler = shlex.split(os.environ.get("CXX", "c++"))
+    if not compiler or shutil.which(compiler[0]) is None:
+        name = compiler[0] if compiler else "CXX"
+        raise BuildError(f"no C++ compiler: {name} is not there; install g++ or clang++, or set CXX")
+    return compiler
 
 
 def _compile_library(
@@ -160,10 +176,7 @@ def _compile_library(
 
     generates: the sources include the header of the nodes for GPUs.
     """
-    compiler = shlex.split(os.environ.get("CXX", "c++"))
-    if not compiler or shutil.which(compiler[0]) is None:
-        name = compiler[0] if compiler else "CXX"
-        raise BuildError(f"no C++ compiler: {name} is not there; install g++ or clang++, or set CXX")
+    compiler = _compiler()
     extra = [*flags, *shlex.split(os.environ.get("CXXFLAGS", ""))]
     with tempfile.TemporaryDirectory() as objects, ThreadPoolExecutor(os.cpu_count()) as pool:
         if generates:
@@ -255,13 +268,15 @@ def _environment_program(name: str) -> str:
     return found
 
 
-def _call(command: Sequence[str], root: Path, name: str, environment: Mapping[str, str] | None = None) -> None:
+def _call(command: Sequence[str], root: Path, name: str, environment: Mapping[str, str] | None = None) -> str:
+    """Run a program in root and return its output. Raises BuildError."""
     done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
     if done.stderr:
         print(done.stderr, end="", file=sys.stderr)
     if done.returncode:
         print(done.stdout, end="", file=sys.stderr)
         raise BuildError(f"{name} failed with exit status {done.returncode}")
+    return done.stdout
 
 
 def _python_tag() -> str:

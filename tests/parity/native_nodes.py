@@ -1,11 +1,14 @@
 """Single native operators, each in a separate graph that ONNX Runtime runs.
 
+With ANTIPHON_ARM_KERNELS, by `make test-arm`, the graphs run on an emulated 64-bit Arm with these kernels.
+
 Inputs are named arrays in the operator's order; None omits an optional one. All sizes are dynamic, so one session
 serves all shapes, and invalid shapes reach the operator's own checks.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Mapping
 from functools import cache
 from pathlib import Path
@@ -22,6 +25,7 @@ from antiphon.export.weights import pack_float
 from antiphon.ops.operator import DOMAIN
 from antiphon.ops.operators import OPERATORS
 from antiphon.ops.workspace import LIBRARY
+from tests.arm.emulator import emulated_nodes
 
 Array = NDArray[Any]
 Inputs = Mapping[str, Array | None]
@@ -51,10 +55,12 @@ def run_node(
     kinds = tuple((name, None if array is None else (array.dtype.str, array.ndim)) for name, array in inputs.items())
     given = {name: array for name, array in inputs.items() if array is not None}
     fed = {name: array for name, array in given.items() if name not in constants}
-    if not constants:
-        return run_native(_cached_session(op_type, kinds, tuple(attributes.items()), threads, library), fed)
     held = {name: array for name, array in given.items() if name in constants}
-    return run_native(_session(op_type, kinds, tuple(attributes.items()), threads, library, held), fed)
+    described = (op_type, kinds, tuple(attributes.items()))
+    model = _model(*described, held) if held else _cached_model(*described)
+    if kernels := os.environ.get("ANTIPHON_ARM_KERNELS"):
+        return emulated_nodes(kernels).run(model, threads, fed)
+    return run_native((native_session if held else _cached_session)(model, threads, library), fed)
 
 
 def attend(op_type: str, inputs: Inputs, *, threads: int = 1, **attributes: Any) -> Array:
@@ -89,14 +95,12 @@ def gate(x: Array, activation: str) -> Array:
     return np.ascontiguousarray(run_node("FeedForwardSublayer", arrays, **attributes)[1][:, :gated])
 
 
-def _session(
+def _model(
     op_type: str,
     kinds: tuple[tuple[str, tuple[str, int] | None], ...],
     attributes: tuple[tuple[str, Any], ...],
-    threads: int,
-    library: Path,
     constants: Mapping[str, Array] = MappingProxyType({}),
-) -> Any:
+) -> bytes:
     declared = []
     for name, kind in kinds:
         if kind is not None and name not in constants:
@@ -110,7 +114,9 @@ def _session(
     graph = helper.make_graph([node], "single", declared, described, initializers)
     opsets = [helper.make_opsetid("", 23), helper.make_opsetid(DOMAIN, 1)]
     model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
-    return native_session(model.SerializeToString(), threads, library)
+    serialized: bytes = model.SerializeToString()
+    return serialized
 
 
-_cached_session = cache(_session)
+_cached_model = cache(_model)
+_cached_session = cache(native_session)

@@ -16,7 +16,7 @@ namespace {
 // queries: as many sums as fit into the registers.
 #if defined(__AVX512F__)
 constexpr int kScoreKeys = 8, kMixVectors = 4, kMixQueries = 6;
-#elif defined(__AVX2__)
+#elif defined(__AVX2__) || defined(__ARM_NEON)
 constexpr int kScoreKeys = 6, kMixVectors = 1, kMixQueries = 6;
 #else
 constexpr int kScoreKeys = 3, kMixVectors = 1, kMixQueries = 3;

@@ -9,6 +9,10 @@
 #include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+#elif defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#elif defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
 #endif
 
 namespace antiphon {
@@ -53,6 +57,26 @@ constexpr Candidate kCandidates[] = {
     {"avx512", HasAvx512, Avx512Kernels},
     {"avxvnni", HasAvxVnni, AvxVnniKernels},
     {"avx2", HasAvx2, Avx2Kernels},
+    {"portable", Always, PortableKernels},
+};
+#elif defined(__aarch64__)
+#if defined(__APPLE__)
+bool HasFeature(const char* name) {
+  int value = 0;
+  size_t size = sizeof(value);
+  return sysctlbyname(name, &value, &size, nullptr, 0) == 0 && value != 0;
+}
+bool HasDotProd() { return HasFeature("hw.optional.arm.FEAT_DotProd"); }
+bool HasI8mm() { return HasDotProd() && HasFeature("hw.optional.arm.FEAT_I8MM"); }
+#else
+// HWCAP_ASIMDDP and HWCAP2_I8MM of Linux (Documentation/arch/arm64/elf_hwcaps.rst).
+bool HasDotProd() { return (getauxval(AT_HWCAP) >> 20 & 1u) != 0; }
+bool HasI8mm() { return HasDotProd() && (getauxval(AT_HWCAP2) >> 13 & 1u) != 0; }
+#endif
+
+constexpr Candidate kCandidates[] = {
+    {"i8mm", HasI8mm, I8mmKernels},
+    {"dotprod", HasDotProd, DotProdKernels},
     {"portable", Always, PortableKernels},
 };
 #else

@@ -9,6 +9,8 @@
 //
 // A tile has up to kDotRows rows of one panel, or up to kWideDotRows rows of kDotPanels panels. Its sums, the weights
 // and one vector of activations fit into the registers.
+//
+// kHasSignedInputs: activations are stored as 0 .. 255 less 128, for instructions that multiply signed numbers only.
 #pragma once
 
 #include "kernels.h"
@@ -16,6 +18,12 @@
 
 namespace antiphon {
 namespace {
+
+#if defined(__ARM_FEATURE_DOTPROD)
+constexpr bool kHasSignedInputs = true;
+#else
+constexpr bool kHasSignedInputs = false;
+#endif
 
 // Four adjacent activations.
 ANTIPHON_INLINE int32_t Four(const uint8_t* from) {
@@ -260,6 +268,124 @@ ANTIPHON_INLINE int32_t DotColumn(const uint8_t* row, const int8_t* column, int6
 }
 
 #endif  // AVX-VNNI
+#elif defined(__ARM_FEATURE_DOTPROD)
+
+constexpr int kDotRows = 6, kDotPanels = 1, kWideDotRows = 6;
+
+ANTIPHON_INLINE int8x16_t LoadSigned(const void* from) { return vld1q_s8(static_cast<const int8_t*>(from)); }
+
+// Adds the products of four inputs, the lane of sixteen, with their weights [16][4].
+template <int Rows, int Lane>
+ANTIPHON_INLINE void AddFour(const int8x16_t (&inputs)[Rows], const int8_t* weights, int32x4_t (&chains)[Rows][4]) {
+#pragma GCC unroll 4
+  for (int q = 0; q < 4; ++q) {
+    const int8x16_t columns = LoadSigned(weights + 16 * q);
+#pragma GCC unroll 16
+    for (int r = 0; r < Rows; ++r) chains[r][q] = vdotq_laneq_s32(chains[r][q], columns, inputs[r], Lane);
+  }
+}
+
+// A quarter of a panel, four columns, fills a register.
+template <int Rows>
+ANTIPHON_INLINE void DotRows(const uint8_t* rows, const int8_t* columns, int64_t padded, int32_t* sums) {
+  int32x4_t chains[Rows][4];
+#pragma GCC unroll 16
+  for (int r = 0; r < Rows; ++r) {
+#pragma GCC unroll 4
+    for (int q = 0; q < 4; ++q) chains[r][q] = vdupq_n_s32(0);
+  }
+  for (int64_t k = 0; k < padded; k += 16) {
+    int8x16_t inputs[Rows];
+#pragma GCC unroll 16
+    for (int r = 0; r < Rows; ++r) inputs[r] = LoadSigned(rows + r * padded + k);
+    const int8_t* weights = columns + k * kPanel;
+    AddFour<Rows, 0>(inputs, weights, chains);
+    AddFour<Rows, 1>(inputs, weights + 64, chains);
+    AddFour<Rows, 2>(inputs, weights + 128, chains);
+    AddFour<Rows, 3>(inputs, weights + 192, chains);
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < Rows; ++r) {
+#pragma GCC unroll 4
+    for (int q = 0; q < 4; ++q) vst1q_s32(sums + r * kPanel + 4 * q, chains[r][q]);
+  }
+}
+
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+
+ANTIPHON_INLINE int8x16_t LowHalves(int8x16_t a, int8x16_t b) {
+  return vreinterpretq_s8_s64(vzip1q_s64(vreinterpretq_s64_s8(a), vreinterpretq_s64_s8(b)));
+}
+ANTIPHON_INLINE int8x16_t HighHalves(int8x16_t a, int8x16_t b) {
+  return vreinterpretq_s8_s64(vzip2q_s64(vreinterpretq_s64_s8(a), vreinterpretq_s64_s8(b)));
+}
+
+// An instruction multiplies two rows and two columns, eight inputs each. Two vectors of weights, of four inputs and four
+// columns, are interleaved for that, once for all rows of the tile. An odd last row is a pair with itself.
+template <int Rows>
+ANTIPHON_INLINE void MatrixRows(const uint8_t* rows, const int8_t* columns, int64_t padded, int32_t* sums) {
+  constexpr int kPairs = (Rows + 1) / 2;
+  int32x4_t chains[kPairs][8];  // of two rows and two columns
+#pragma GCC unroll 16
+  for (int pair = 0; pair < kPairs; ++pair) {
+#pragma GCC unroll 8
+    for (int c = 0; c < 8; ++c) chains[pair][c] = vdupq_n_s32(0);
+  }
+  for (int64_t k = 0; k < padded; k += 8) {
+    int8x16_t inputs[kPairs];
+#pragma GCC unroll 16
+    for (int pair = 0; pair < kPairs; ++pair) {
+      const auto* first = reinterpret_cast<const int8_t*>(rows + 2 * pair * padded + k);
+      inputs[pair] = vcombine_s8(vld1_s8(first), vld1_s8(2 * pair + 1 < Rows ? first + padded : first));
+    }
+#pragma GCC unroll 4
+    for (int q = 0; q < 4; ++q) {
+      const int32x4_t low = vreinterpretq_s32_s8(LoadSigned(columns + k * kPanel + 16 * q));
+      const int32x4_t high = vreinterpretq_s32_s8(LoadSigned(columns + k * kPanel + 64 + 16 * q));
+      const int8x16_t left = vreinterpretq_s8_s32(vzip1q_s32(low, high));
+      const int8x16_t right = vreinterpretq_s8_s32(vzip2q_s32(low, high));
+#pragma GCC unroll 16
+      for (int pair = 0; pair < kPairs; ++pair) {
+        chains[pair][2 * q] = vmmlaq_s32(chains[pair][2 * q], inputs[pair], left);
+        chains[pair][2 * q + 1] = vmmlaq_s32(chains[pair][2 * q + 1], inputs[pair], right);
+      }
+    }
+  }
+#pragma GCC unroll 16
+  for (int pair = 0; pair < kPairs; ++pair) {
+#pragma GCC unroll 4
+    for (int q = 0; q < 4; ++q) {
+      const int8x16_t left = vreinterpretq_s8_s32(chains[pair][2 * q]);
+      const int8x16_t right = vreinterpretq_s8_s32(chains[pair][2 * q + 1]);
+      int32_t* to = sums + 2 * pair * kPanel + 4 * q;
+      vst1q_s32(to, vreinterpretq_s32_s8(LowHalves(left, right)));
+      if (2 * pair + 1 < Rows) vst1q_s32(to + kPanel, vreinterpretq_s32_s8(HighHalves(left, right)));
+    }
+  }
+}
+
+#endif  // matrices of int8
+
+template <int Rows, int Panels, bool fetches>
+__attribute__((noinline)) void DotTile(const uint8_t* rows, const int8_t* columns, int64_t padded, int32_t* sums) {
+  static_assert(Panels == 1, "one panel has as many sums as there are registers");
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+  if constexpr (Rows > 1) return MatrixRows<Rows>(rows, columns, padded, sums);
+#endif
+  DotRows<Rows>(rows, columns, padded, sums);
+}
+
+ANTIPHON_INLINE int32_t DotColumn(const uint8_t* row, const int8_t* column, int64_t padded) {
+  int32x4_t chains[4] = {};
+  for (int64_t k = 0; k < padded; k += 64) {
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      chains[i] = vdotq_s32(chains[i], LoadSigned(row + k + 16 * i), LoadSigned(column + k + 16 * i));
+    }
+  }
+  return vaddvq_s32(vaddq_s32(vaddq_s32(chains[0], chains[1]), vaddq_s32(chains[2], chains[3])));
+}
+
 #else
 
 constexpr int kDotRows = 1, kDotPanels = 1, kWideDotRows = 1;

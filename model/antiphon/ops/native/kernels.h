@@ -258,9 +258,11 @@ const Kernels& Avx2Kernels();     // x86 with AVX2, FMA and F16C
 const Kernels& AvxVnniKernels();  // those of AVX2, integer products by AVX-VNNI
 const Kernels& Avx512Kernels();   // AVX-512 F, BW, DQ, VL and VNNI
 const Kernels& AmxKernels();      // those of AVX-512, int8 products in AMX tiles
+const Kernels& DotProdKernels();  // 64-bit Arm with dot products of int8 (optional from 8.2 on)
+const Kernels& I8mmKernels();     // the same, products of several rows by products of int8 matrices (8.6)
 
-// The fastest table that this processor can run, or the one that ANTIPHON_CPU (portable, avx2, avxvnni, avx512, amx)
-// names.
+// The fastest table that this processor can run, or the one that ANTIPHON_CPU names: portable, or avx2, avxvnni, avx512
+// and amx on x86, dotprod and i8mm on Arm.
 // Throws std::runtime_error for another name, or for a table that the processor cannot run.
 const Kernels& ActiveKernels();
 

@@ -84,6 +84,8 @@ ANTIPHON_INLINE int PanelWidth(int64_t outputs, int64_t panel) {
 constexpr int kFloatRows = 6, kFloatPanels = 4, kWideFloatRows = 6;
 #elif defined(__AVX2__)
 constexpr int kFloatRows = 6, kFloatPanels = 4, kWideFloatRows = 1;
+#elif defined(__ARM_NEON)
+constexpr int kFloatRows = 6, kFloatPanels = 2, kWideFloatRows = 3;
 #else
 constexpr int kFloatRows = 3, kFloatPanels = 2, kWideFloatRows = 1;
 #endif
@@ -160,6 +162,7 @@ void FloatProduct(const float* x, int64_t rows, const FloatWeight& weight, Activ
 constexpr int kGroupVectors = static_cast<int>(kDepth) / kLanes;
 
 // Rounds 64 numbers to the nearest integers, ties to even, and limits them to 0 .. 255; NaN becomes an arbitrary byte.
+// With signed inputs it stores what is left after kMiddle is subtracted: the upper bit of a byte is the other one.
 ANTIPHON_INLINE void StoreBytes(const F32 (&v)[kGroupVectors], uint8_t* to) {
 #if defined(__AVX512F__)
   // Packing interleaves the quarters of registers; the permutation puts them in order.
@@ -179,6 +182,16 @@ ANTIPHON_INLINE void StoreBytes(const F32 (&v)[kGroupVectors], uint8_t* to) {
     }
     const __m256i bytes = _mm256_permutevar8x32_epi32(_mm256_packus_epi16(words[0], words[1]), order);
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + pair * kLanes), bytes);
+  }
+#elif defined(__ARM_NEON)
+#pragma GCC unroll 4
+  for (int i = 0; i < kGroupVectors; ++i) {
+    int16x4_t words[F32::kParts];
+#pragma GCC unroll 4
+    for (int part = 0; part < F32::kParts; ++part) words[part] = vqmovn_s32(vcvtnq_s32_f32(v[i].parts[part]));
+    const uint8x8_t low = vqmovun_s16(vcombine_s16(words[0], words[1]));
+    const uint8x8_t high = vqmovun_s16(vcombine_s16(words[2], words[3]));
+    vst1q_u8(to + i * kLanes, veorq_u8(vcombine_u8(low, high), vdupq_n_u8(kHasSignedInputs ? kMiddle : 0)));
   }
 #else
   for (int i = 0; i < kGroupVectors; ++i) {
@@ -280,9 +293,10 @@ class Dequantizer {
                             int64_t height, float* out, int64_t stride) const {
 #pragma GCC unroll 2
     for (int64_t r = 0; r < height; ++r) {
-      // Zero points are 0 or kMiddle.
-      const uint32_t mask = rows.zeros[row + r] == 0 ? 0u : ~0u;
-      const I32 exact = As<I32>(As<U32>(Load(sums + r * spacing)) - (offsets_ & mask));
+      // Zero points are 0 or kMiddle. Signed inputs are kMiddle less, and so are their zero points.
+      const bool is_middle = rows.zeros[row + r] != 0;
+      const U32 sum = As<U32>(Load(sums + r * spacing)), offset = offsets_ & (is_middle == kHasSignedInputs ? 0u : ~0u);
+      const I32 exact = As<I32>(kHasSignedInputs ? sum + offset : sum - offset);
       const F32 value = Fma(Converted<F32>(exact) * scales_, Splat(rows.steps[row + r]), bias_);
       StorePart(out + r * stride, Activate<kind>(WithOutliers(value, rows, row + r, outliers_)), width_);
     }

@@ -168,6 +168,57 @@ __attribute__((noinline)) void NibbleTile(const NibbleOperands& in, float* sums)
   for (int r = 0; r < Rows; ++r) Store(sums + r * kPanel, totals[r]);
 }
 
+#elif defined(__ARM_FEATURE_DOTPROD)
+
+constexpr int kNibbleRows = 3, kNibblePanels = 1;
+
+// Adds the products of eight inputs, the lanes Lane and Lane + 1 of sixteen, with their weights.
+template <int Rows, int Lane>
+ANTIPHON_INLINE void AddEight(const int8x16_t (&inputs)[Rows], const uint8_t* weights, int32x4_t (&chains)[Rows][4]) {
+#pragma GCC unroll 4
+  for (int q = 0; q < 4; ++q) {
+    const int8x16_t both = LoadSigned(weights + 16 * q);
+    const int8x16_t low = vshlq_n_s8(both, 4), high = vandq_s8(both, vdupq_n_s8(static_cast<int8_t>(0xf0)));
+#pragma GCC unroll 16
+    for (int r = 0; r < Rows; ++r) {
+      chains[r][q] = vdotq_laneq_s32(chains[r][q], low, inputs[r], Lane);
+      chains[r][q] = vdotq_laneq_s32(chains[r][q], high, inputs[r], Lane + 1);
+    }
+  }
+}
+
+template <int Rows, int Panels>
+__attribute__((noinline)) void NibbleTile(const NibbleOperands& in, float* sums) {
+  static_assert(Panels == 1, "one panel has as many sums as there are registers");
+  F32 totals[Rows];
+#pragma GCC unroll 16
+  for (int r = 0; r < Rows; ++r) totals[r] = F32{};
+  for (int64_t group = 0; group < in.groups; ++group) {
+    int32x4_t chains[Rows][4];
+#pragma GCC unroll 16
+    for (int r = 0; r < Rows; ++r) {
+#pragma GCC unroll 4
+      for (int q = 0; q < 4; ++q) chains[r][q] = vdupq_n_s32(0);
+    }
+#pragma GCC unroll 2
+    for (int64_t k = 0; k < kNibbleGroup; k += 16) {
+      int8x16_t inputs[Rows];
+#pragma GCC unroll 16
+      for (int r = 0; r < Rows; ++r) inputs[r] = LoadSigned(in.rows + (r * in.groups + group) * kNibbleGroup + k);
+      AddEight<Rows, 0>(inputs, in.Weights(0, group, k), chains);
+      AddEight<Rows, 2>(inputs, in.Weights(0, group, k + 8), chains);
+    }
+    const F32 ratio = in.Ratios(0, group);
+#pragma GCC unroll 16
+    for (int r = 0; r < Rows; ++r) {
+      const F32 exact = EachPart<F32>([&](int q) ANTIPHON_BODY { return vcvtq_f32_s32(chains[r][q]); });
+      totals[r] = Fma(exact, ratio, totals[r]);
+    }
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < Rows; ++r) Store(sums + r * kPanel, totals[r]);
+}
+
 #else
 
 constexpr int kNibbleRows = 1, kNibblePanels = 1;
@@ -206,7 +257,7 @@ ANTIPHON_INLINE void EmitNibbles(const float* sums, int64_t spacing, const Quant
   const F32 bias = weight.bias == nullptr ? F32{} : LoadPart(weight.bias + column, width);
   const float* outliers = weight.outliers.weights + column * weight.outliers.count;
   for (int r = 0; r < height; ++r) {
-    const F32 zero = Splat(static_cast<float>(-rows.zeros[row + r]));
+    const F32 zero = Splat(static_cast<float>((kHasSignedInputs ? kMiddle : 0) - rows.zeros[row + r]));
     const F32 value = Fma(offsets, zero, Load(sums + r * spacing)) * scales;
     const F32 sum = WithOutliers(Fma(value, Splat(rows.steps[row + r]), bias), rows, row + r, outliers);
     StorePart(out + r * stride, Activate<kind>(sum), width);

@@ -18,6 +18,8 @@
 
 #if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
 #endif
 
 namespace antiphon {
@@ -218,6 +220,8 @@ ANTIPHON_INLINE F32 Fma(const F32& a, const F32& b, const F32& c) {
   return {{_mm512_fmadd_ps(a.parts[0], b.parts[0], c.parts[0])}};
 #elif defined(__FMA__)
   return EachPart<F32>([&](int i) ANTIPHON_BODY { return _mm256_fmadd_ps(a.parts[i], b.parts[i], c.parts[i]); });
+#elif defined(__ARM_NEON)
+  return EachPart<F32>([&](int i) ANTIPHON_BODY { return vfmaq_f32(c.parts[i], a.parts[i], b.parts[i]); });
 #else
   return a * b + c;
 #endif
@@ -258,6 +262,12 @@ ANTIPHON_INLINE uint32_t Bits(const I32& mask) {
 #elif defined(__AVX2__)
   const uint32_t low = static_cast<uint32_t>(_mm256_movemask_ps(reinterpret_cast<__m256>(mask.parts[0])));
   return low | static_cast<uint32_t>(_mm256_movemask_ps(reinterpret_cast<__m256>(mask.parts[1]))) << 8;
+#elif defined(__ARM_NEON)
+  const uint32x4_t lanes = {1, 2, 4, 8};
+  const U32 bits = As<U32>(mask);
+  const uint32x4_t low = (bits.parts[0] & lanes) | (bits.parts[1] & lanes << 4);
+  const uint32x4_t high = (bits.parts[2] & lanes << 8) | (bits.parts[3] & lanes << 12);
+  return vaddvq_u32(low | high);
 #else
   if (Reduce(mask, [](auto low, auto high) ANTIPHON_BODY { return low | high; }) == 0) return 0;
   uint32_t bits = 0;
@@ -327,6 +337,10 @@ ANTIPHON_INLINE F32 LoadElements(const uint16_t* from) {
   return EachPart<F32>([&](int i) ANTIPHON_BODY {
     return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i * F32::kPartLanes)));
   });
+#elif defined(__ARM_NEON)
+  return EachPart<F32>([&](int i) ANTIPHON_BODY {
+    return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(from + i * F32::kPartLanes)));
+  });
 #else
   typedef uint16_t Halves __attribute__((vector_size(kRegisterBytes / 2)));
   const U32 half = EachPart<U32>([&](int i) ANTIPHON_BODY {
@@ -345,14 +359,20 @@ ANTIPHON_INLINE void StoreElements(uint16_t* to, const F32& v, int count) {
   const F32 bounded = Min(Max(v, Splat(-65504.0f)), Splat(65504.0f));
   const __m256i half = _mm512_cvtps_ph(bounded.parts[0], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   _mm256_mask_storeu_epi16(to, static_cast<__mmask16>((1u << count) - 1), half);
-#elif defined(__F16C__)
+#elif defined(__F16C__) || defined(__ARM_NEON)
   const F32 largest = Splat(65504.0f);
   const F32 bounded = Select(v > largest, largest, Select(v < -largest, -largest, v));
   uint16_t halves[kLanes];
+#if defined(__ARM_NEON)
+  for (int i = 0; i < F32::kParts; ++i) {
+    vst1_u16(halves + i * F32::kPartLanes, vreinterpret_u16_f16(vcvt_f16_f32(bounded.parts[i])));
+  }
+#else
   for (int i = 0; i < F32::kParts; ++i) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(halves + i * F32::kPartLanes),
                      _mm256_cvtps_ph(bounded.parts[i], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
   }
+#endif
   memcpy(to, halves, static_cast<size_t>(count) * sizeof(*to));
 #else
   for (int lane = 0; lane < count; ++lane) to[lane] = FloatToHalf(v[lane]);

@@ -1,0 +1,1 @@
+"""Antiphon on 64-bit Arm, under emulation: `make test-arm`."""
