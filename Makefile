@@ -21,6 +21,8 @@ BROWSER := build/browser
 REAL_WEIGHTS := build/real-weights
 # Triton and onnxruntime-gpu, for operators of GPUs. No card is needed.
 CUDA := .venv-cuda
+# A cross compiler and an emulator for 64-bit Arm, and a Python with packages that runs in it.
+ARM := build/arm
 
 # Versions of Python that the service is tested with, beside that of .venv, each in an environment .venv-VERSION.
 PYTHONS = $(filter-out $(shell $(BIN)/python -c 'import sys; print("%d.%d" % sys.version_info[:2])'),3.11 3.12 3.13 3.14)
@@ -54,7 +56,7 @@ endif
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup serve play play-pictures watch test test-all test-cuda test-pythons cuda-tools kernels card oip-clients deploy-tools browser real-weights soak mutants sanitize reliability crowd endurance abuse \
+.PHONY: help setup serve play play-pictures watch test test-all test-cuda test-arm test-pythons cuda-tools arm-tools kernels card oip-clients deploy-tools browser real-weights soak mutants sanitize reliability crowd endurance abuse \
 	overload faults balancing balancing-bench fuzz lint layout stubs wheel image image-base image-check alerts-check lock clean
 
 help: ## Show this list.
@@ -77,11 +79,15 @@ test: lint oip-clients browser ## Run lint, types and, within minutes, the main 
 # What `make test` runs comes first, so that most failures show within minutes; then only the rest.
 test-all: deploy-tools real-weights test ## Run lint, types and all tests, with every Python that PATH has. ARGS as for test, with all tools.
 	@$(if $(ARGS),,$(TIMED) "pytest, what only test-all runs" $(PYTEST) -m "$(REST)")
-	@$(if $(ARGS),,$(MAKE) --no-print-directory test-pythons test-cuda)
+	@$(if $(ARGS),,$(MAKE) --no-print-directory test-pythons test-cuda test-arm)
 
 test-cuda: cuda-tools ## Test the operators for GPUs in Triton's interpreter, without a card. ARGS="-k sample"
 	@PYTHONPATH=protos:service:model:. $(TIMED) "pytest tests/cuda" \
 		$(CUDA)/bin/python -m pytest -n $(JOBS) --dist loadfile tests/cuda $(ARGS)
+
+test-arm: $(VENV)/.test-tools arm-tools ## Test the kernels and the server of 64-bit Arm under emulation. ARGS="-k dotprod"
+	@[ ! -e $(ARM)/.installed ] || $(MAKE) --no-print-directory $(ARM)/antiphon/ops/_native.so
+	@$(TIMED) "pytest tests/arm" $(BIN)/python -m pytest -n $(JOBS) --dist worksteal tests/arm $(ARGS)
 
 # A version whose interpreter or packages are missing is printed and left out.
 test-pythons: $(VENV)/.installed ## Test the service with every other Python from 3.11 to 3.14 that PATH has. ARGS="-k cancel"
@@ -89,6 +95,16 @@ test-pythons: $(VENV)/.installed ## Test the service with every other Python fro
 		PYTHONPATH=protos:service:model:. $(TIMED) "pytest with $$($$python --version)" $$python -m pytest -n $(JOBS) --dist loadfile $(SERVICE_TESTS) \
 			--ignore tests/unit/server/test_memory.py $(ARGS); \
 	done
+
+# Never fails: what cannot be fetched is printed and tried again the next time; the tests are skipped.
+arm-tools: $(VENV)/.created ## Unpack a cross compiler, QEMU and a Python for 64-bit Arm: build/arm. 850 MB, Debian only.
+	@$(TIMED) --silent "tools for 64-bit Arm in $(ARM)" requirements/arm.sh $(ARM) $(BIN)/python
+
+# The operators' modules are copied, because they load the library that is beside them.
+$(ARM)/antiphon/ops/_native.so: $(NATIVE) hatch_build.py $(ARM)/.installed $(wildcard model/antiphon/ops/*.py)
+	@rm -rf $(ARM)/antiphon && mkdir -p $(ARM)/antiphon && cp -R model/antiphon/ops $(ARM)/antiphon/ops && rm -f $@
+	@CXX="$(abspath $(ARM)/bin/aarch64-g++)" CXXFLAGS=-Werror \
+		$(TIMED) --silent "native library for 64-bit Arm" $(BIN)/python hatch_build.py native $@
 
 cuda-tools: $(CUDA)/.installed ## Create .venv-cuda: Triton and onnxruntime-gpu, for test-cuda and kernels. 1 GB.
 

@@ -2,7 +2,7 @@
 
 All are written beside their sources, where the checkout imports them from, and are never committed. Run as a
 script it builds them in place; with the argument "engine" only the engine, which depends on the version of Python;
-with "kernel-bench" and the path of a library only that library of the benchmark.
+with "native" or "kernel-bench" and the path of a library only that library, the second is of the benchmark.
 Knows nothing of the Makefile, and imports nothing of antiphon: another process writes the header of the nodes for GPUs.
 """
 
@@ -294,6 +294,9 @@ def main() -> int:
     try:
         if sys.argv[1:2] == ["kernel-bench"]:
             compile_kernel_bench(root, Path(sys.argv[2]))
+            return 0
+        if sys.argv[1:2] == ["native"]:
+            compile_native(root, Path(sys.argv[2]))
             return 0
         if sys.argv[1:] != ["engine"]:
             generate_stubs(root)

@@ -6,6 +6,7 @@ int8, `cortex-a72` neither.
 
 from __future__ import annotations
 
+import atexit
 import os
 import pickle
 import subprocess
@@ -20,29 +21,26 @@ ROOT = Path(__file__).resolve().parents[2]
 TOOLS = Path(os.environ.get("ANTIPHON_ARM_TOOLS", ROOT / "build" / "arm"))
 COMPILER = TOOLS / "bin" / "aarch64-g++"
 PYTHON = TOOLS / "bin" / "python"
-LIBRARY = TOOLS / "_native.so"
+LIBRARY = TOOLS / "antiphon" / "ops" / "_native.so"
 PROCESSORS = {"portable": "cortex-a72", "dotprod": "neoverse-n1", "i8mm": "max"}
 """The emulated processor that chooses each table of kernels."""
 
 
-def environment(kernels: str) -> dict[str, str]:
-    """Return the environment of a program on a processor that chooses these kernels."""
-    paths = (TOOLS / "site", *(ROOT / name for name in ("protos", "service", "model", ".")))
-    own = {"PYTHONPATH": os.pathsep.join(map(str, paths)), "QEMU_CPU": PROCESSORS[kernels]}
-    return {name: value for name, value in os.environ.items() if name != "ANTIPHON_CPU"} | own
+def settings(kernels: str) -> dict[str, str]:
+    """Return the settings of the environment for a program on a processor that chooses these kernels."""
+    paths = (TOOLS, *(ROOT / name for name in ("protos", "service", "model", ".")))
+    return {"PYTHONPATH": os.pathsep.join(map(str, paths)), "QEMU_CPU": PROCESSORS[kernels], "ANTIPHON_CPU": ""}
 
 
 class EmulatedNodes:
-    """A process that runs graphs of single operators. Not for several threads."""
+    """A process that runs graphs of single operators, and the kernels that it chose. Not for several threads."""
 
     def __init__(self, kernels: str) -> None:
         self._process = subprocess.Popen(
             [PYTHON, "-m", "tests.arm.run_nodes", LIBRARY],
-            env=environment(kernels), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            env=os.environ | settings(kernels), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )  # fmt: skip
-        found = self._answer()
-        if found != kernels:
-            raise RuntimeError(f"the emulated processor chose the kernels {found!r} and not {kernels!r}")
+        self.kernels: str = self._answer()
 
     def run(self, model: bytes, threads: int, inputs: Mapping[str, NDArray[Any]]) -> list[NDArray[Any]]:
         """Run a graph and return its outputs; inputs that it changed are changed in place."""
@@ -57,6 +55,10 @@ class EmulatedNodes:
             inputs[name][...] = array
         return list(outputs)
 
+    def close(self) -> None:
+        """End the process."""
+        self._process.communicate()
+
     def _answer(self) -> Any:
         assert self._process.stdout is not None
         try:
@@ -68,7 +70,6 @@ class EmulatedNodes:
 @cache
 def emulated_nodes(kernels: str) -> EmulatedNodes:
     """Return the process of these kernels, which ends with this one."""
-    return EmulatedNodes(kernels)
-
-
-__all__ = ["COMPILER", "LIBRARY", "PROCESSORS", "PYTHON", "TOOLS", "EmulatedNodes", "emulated_nodes", "environment"]
+    nodes = EmulatedNodes(kernels)
+    atexit.register(nodes.close)
+    return nodes

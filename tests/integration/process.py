@@ -44,17 +44,28 @@ def antiphon(
 class ServerProcess:
     """Running `antiphon serve` on free ports. Leaving the context ends it if it still runs."""
 
-    def __init__(self, bundle: Path | None, arguments: Sequence[str] = (), *, prefix: Sequence[str] = ()) -> None:
-        """bundle: None if the arguments name the models. prefix: a command that runs the following command."""
+    def __init__(
+        self,
+        bundle: Path | None,
+        arguments: Sequence[str] = (),
+        *,
+        prefix: Sequence[str] = (),
+        program: Sequence[str] = ANTIPHON,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        """bundle: None if the arguments name the models. prefix: a command that runs the following command.
+
+        program: in place of `antiphon`. env: changes of the environment.
+        """
         ports = ("--port", "0", "--metrics-port", "0", "--threads", "1")
         # Not a pipe: it would not be read while the server runs, and a server with many log lines would block.
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - open as long as the process
         self.process = subprocess.Popen(
-            [*prefix, *ANTIPHON, "serve", *([] if bundle is None else [str(bundle)]), *ports, *arguments],
+            [*prefix, *program, "serve", *([] if bundle is None else [str(bundle)]), *ports, *arguments],
             stdout=subprocess.PIPE,
             stderr=self._errors,
             text=True,
-            env=environment(),
+            env=environment(env),
         )
         assert self.process.stdout is not None
         self.ready_line = self.process.stdout.readline()

@@ -231,6 +231,23 @@ ANTIPHON_INLINE F32 Max(const F32& a, const F32& b) { return Select(a > b, a, b)
 ANTIPHON_INLINE F32 Min(const F32& a, const F32& b) { return Select(a < b, a, b); }
 ANTIPHON_INLINE F32 Abs(const F32& a) { return As<F32>(As<U32>(a) & 0x7fffffffu); }
 
+// Lane i is lane order[i] of `a`, or of `b` from the number of lanes on. Clang has no such function; where the order is
+// constant, it finds the instruction.
+template <typename Part>
+ANTIPHON_INLINE Part Shuffled(const Part& a, const Part& b, const I32::Part& order) {
+#if defined(__clang__)
+  Part shuffled = a;
+#pragma GCC unroll 16
+  for (int lane = 0; lane < I32::kPartLanes; ++lane) {
+    const int from = order[lane];
+    shuffled[lane] = from < I32::kPartLanes ? a[from] : b[from - I32::kPartLanes];
+  }
+  return shuffled;
+#else
+  return __builtin_shuffle(a, b, order);
+#endif
+}
+
 // Combines the upper half of the lanes with the lower half, by combine(lower, upper), until one lane is left.
 template <typename Number, typename Combine>
 ANTIPHON_INLINE Number Reduce(Vector<Number, kLanes> v, const Combine& combine) {
@@ -240,7 +257,7 @@ ANTIPHON_INLINE Number Reduce(Vector<Number, kLanes> v, const Combine& combine) 
   }
   typename V::Part part = v.parts[0];
   for (int half = V::kPartLanes / 2; half > 0; half /= 2) {
-    part = combine(part, __builtin_shuffle(part, (Iota().parts[0] + half) & (V::kPartLanes - 1)));
+    part = combine(part, Shuffled(part, part, (Iota().parts[0] + half) & (V::kPartLanes - 1)));
   }
   return part[0];
 }
@@ -399,8 +416,8 @@ ANTIPHON_INLINE void Transpose(F32 rows[kLanes]) {
         const I32::Part low_mask = is_high ? lane - step + kPartLanes : lane;
         const I32::Part high_mask = is_high ? lane + kPartLanes : lane + step;
         for (int i = 0; i < F32::kParts; ++i) {
-          rows[row].parts[i] = __builtin_shuffle(low.parts[i], high.parts[i], low_mask);
-          rows[row + step].parts[i] = __builtin_shuffle(low.parts[i], high.parts[i], high_mask);
+          rows[row].parts[i] = Shuffled(low.parts[i], high.parts[i], low_mask);
+          rows[row + step].parts[i] = Shuffled(low.parts[i], high.parts[i], high_mask);
         }
       }
     }

@@ -38,7 +38,9 @@ ThreadPool::ThreadPool(size_t workers) : shares_(workers + 1) {
     workers_.reserve(workers);
     for (size_t thread = 1; thread <= workers; ++thread) {
       workers_.emplace_back([this, thread] { Work(thread); });
+#if defined(__linux__)  // elsewhere a thread can only name itself
       pthread_setname_np(workers_.back().native_handle(), "antiphon-pool");
+#endif
     }
   } catch (...) {
     Close();
