@@ -74,7 +74,7 @@ watch: setup ## Serve, with Prometheus and alerts, without containers. ARGS="--p
 	@exec $(BIN)/python deploy/laptop/watch.py $(ARGS)
 
 test: lint oip-clients browser ## Run lint, types and, within minutes, the main tests. ARGS="-k scheduler" runs others instead.
-	@$(if $(ARGS),$(PYTEST) $(ARGS),$(TIMED) "pytest, without what only test-all runs" $(PYTEST) -m "not ($(REST))")
+	@$(if $(ARGS),$(PYTEST) $(ARGS),$(TIMED) "pytest, without what only test-all runs" $(PYTEST) -m "not (arm or $(REST))")
 
 # What `make test` runs comes first, so that most failures show within minutes; then only the rest.
 test-all: deploy-tools real-weights test ## Run lint, types and all tests, with every Python that PATH has. ARGS as for test, with all tools.

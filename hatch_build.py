@@ -35,6 +35,7 @@ NATIVE_FLAGS = (
     *("-std=c++17", "-O3", "-fPIC", "-pthread", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno"),
     # psABI: vectors never cross a file. Uninitialized: what GCC says of its own intrinsics.
     *("-Wall", "-Wextra", "-Wno-psabi", "-Wno-uninitialized", "-Wno-maybe-uninitialized"),
+    "-Wno-unknown-warning-option",  # Clang lacks the last
 )
 # No -march=native: a wheel runs on machines other than its builder's. Each of these files is for one instruction set
 # and is entered only where the processor has it (native/cpu.cc).

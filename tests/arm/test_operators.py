@@ -11,9 +11,11 @@ import pytest
 
 from tests.arm.emulator import LIBRARY, PROCESSORS, ROOT, EmulatedNodes
 
+pytestmark = pytest.mark.arm
+
 # Every table has its own kernels for int8 and int4 products; the rest is the same code.
 FILES = [(kernels, "tiles") for kernels in PROCESSORS]
-FILES += [("i8mm", name) for name in ("ops", "sample", "sublayers", "refusals")]
+FILES += [("i8mm", name) for name in ("ops", "sample", "refusals")]
 
 
 @pytest.mark.parametrize(("kernels", "name"), FILES)

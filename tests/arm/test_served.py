@@ -12,6 +12,8 @@ from antiphon.server.settings import SHIPPED_BUNDLE
 from tests.arm.emulator import PYTHON, settings
 from tests.integration.process import ServerProcess
 
+pytestmark = pytest.mark.arm
+
 SENTENCES = EVERYDAY[:50]
 
 

@@ -330,7 +330,7 @@ def test_random_lengths_and_tables_never_end_the_process(data: st.DataObject) ->
 
 
 @pytest.mark.combinations
-@pytest.mark.parametrize("kernels", ["portable", "avx2", "avxvnni", "avx512", "amx"])
+@pytest.mark.parametrize("kernels", ["portable", "avx2", "avxvnni", "avx512", "amx", "dotprod", "i8mm"])
 def test_kernels_of_every_processor_pass_the_same_tests(kernels: str) -> None:
     """Run the operators' tests again in a process with kernels that this processor would not choose."""
     asked = {**os.environ, "ANTIPHON_CPU": kernels}

@@ -70,7 +70,7 @@ def run(environment: dict[str, str], *arguments: str) -> subprocess.CompletedPro
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize("kernels", ["portable", "avx2", "avxvnni", "avx512", "amx"])
+@pytest.mark.parametrize("kernels", ["portable", "avx2", "avxvnni", "avx512", "amx", "dotprod", "i8mm"])
 def test_random_calls_read_and_write_only_valid_memory(
     library: Path, environment: dict[str, str], kernels: str
 ) -> None:

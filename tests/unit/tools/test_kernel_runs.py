@@ -99,7 +99,7 @@ def test_bare_loop_is_not_removed_by_the_compiler(kernels: str) -> None:
 
 @pytest.mark.parametrize("name", ["mmx", "", "AVX2"])
 def test_unknown_kernels_are_refused(name: str) -> None:
-    message = "must be one of amx, avx512, avxvnni, avx2, portable"
+    message = "must be one of amx, avx512, avxvnni, avx2, i8mm, dotprod, portable"
     with pytest.raises(KernelError, match=message):
         product_run(name, ProductShape(1, 16, 16))
     with pytest.raises(KernelError, match=message):

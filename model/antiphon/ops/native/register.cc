@@ -176,7 +176,7 @@ ANTIPHON_EXPORT const char* antiphon_operators() {
   return signatures->c_str();
 }
 
-// The kernels this process runs: amx, avx512, avxvnni, avx2 or portable; empty where ANTIPHON_CPU names one it cannot run.
+// The kernels that this process runs (kernels.h); empty where ANTIPHON_CPU names some that it cannot run.
 ANTIPHON_EXPORT const char* antiphon_kernels() {
   try {
     return antiphon::ActiveKernels().name;

@@ -22,8 +22,8 @@ from antiphon.errors import KernelError
 from antiphon.ops.workspace import native_library
 
 PORTABLE = "portable"
-KERNELS = ("amx", "avx512", "avxvnni", "avx2", PORTABLE)
-"""Names of all kernels, the fastest first."""
+KERNELS = ("amx", "avx512", "avxvnni", "avx2", "i8mm", "dotprod", PORTABLE)
+"""Names of all kernels, the fastest of a processor first."""
 
 _ROOT = Path(__file__).parents[4]
 _LIBRARY = _ROOT / "build" / "kernel_runs.so"

@@ -68,9 +68,44 @@ struct BareFmaStep {
   static ANTIPHON_INLINE __m256 Add(__m256 sums, __m256 a, __m256 b) { return _mm256_fmadd_ps(a, b, sums); }
 };
 
+#elif defined(__ARM_FEATURE_DOTPROD)
+
+constexpr int kBareChains = 24;
+
+struct BareNibbleStep {
+  typedef int8x16_t Register;
+  static constexpr int64_t kWork = 16;
+  static ANTIPHON_INLINE int8x16_t Add(int8x16_t sums, int8x16_t a, int8x16_t b) {
+    return vreinterpretq_s8_s32(vdotq_s32(vreinterpretq_s32_s8(sums), a, b));
+  }
+};
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+struct BareDotStep {
+  typedef int8x16_t Register;
+  static constexpr int64_t kWork = 32;
+  static ANTIPHON_INLINE int8x16_t Add(int8x16_t sums, int8x16_t a, int8x16_t b) {
+    return vreinterpretq_s8_s32(vmmlaq_s32(vreinterpretq_s32_s8(sums), a, b));
+  }
+};
+#else
+typedef BareNibbleStep BareDotStep;
 #endif
 
+struct BareFmaStep {
+  typedef float32x4_t Register;
+  static constexpr int64_t kWork = 4;
+  static ANTIPHON_INLINE float32x4_t Add(float32x4_t sums, float32x4_t a, float32x4_t b) { return vfmaq_f32(sums, a, b); }
+};
+
+#endif
+
+#if defined(__AVX2__) || defined(__ARM_FEATURE_DOTPROD)
+
 #if defined(__AVX2__)
+#define ANTIPHON_HIDDEN "+v"
+#else
+#define ANTIPHON_HIDDEN "+w"
+#endif
 
 // The empty assembly hides the values of its operands from the compiler, which could otherwise compute the sums itself,
 // or a product only once for all chains.
@@ -82,9 +117,9 @@ int64_t BareLoop(int64_t rounds) {
   for (int64_t round = 0; round < rounds; ++round) {
 #pragma GCC unroll 24
     for (int chain = 0; chain < kBareChains; ++chain) {
-      asm volatile("" : "+v"(a), "+v"(b));
+      asm volatile("" : ANTIPHON_HIDDEN(a), ANTIPHON_HIDDEN(b));
       chains[chain] = Step::Add(chains[chain], a, b);
-      asm volatile("" : "+v"(chains[chain]));
+      asm volatile("" : ANTIPHON_HIDDEN(chains[chain]));
     }
   }
   return rounds * kBareChains * Step::kWork;
@@ -129,7 +164,7 @@ int64_t BareTiles(int64_t rounds) {
 
 constexpr BareLoops kLoops = {BareTiles, BareLoop<BareNibbleStep>, BareLoop<BareFmaStep>, BareRead};
 
-#elif defined(__AVX2__)
+#elif defined(__AVX2__) || defined(__ARM_FEATURE_DOTPROD)
 
 constexpr BareLoops kLoops = {BareLoop<BareDotStep>, BareLoop<BareNibbleStep>, BareLoop<BareFmaStep>, BareRead};
 

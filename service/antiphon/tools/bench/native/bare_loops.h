@@ -17,10 +17,12 @@ struct BareLoops {
   uint32_t (*read)(const uint8_t* from, int64_t bytes);
 };
 
-// Under the names of the tables of kernels. Those of other instruction sets than x86 are only the portable ones.
+// Under the names of the tables of kernels.
 extern const BareLoops portable;
 #if defined(__x86_64__)
 extern const BareLoops avx2, avxvnni, avx512, amx;
+#elif defined(__aarch64__)
+extern const BareLoops dotprod, i8mm;
 #endif
 
 }  // namespace antiphon

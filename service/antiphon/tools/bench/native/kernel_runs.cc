@@ -274,7 +274,7 @@ class PagedRun : public KernelRun {
     for (int64_t row = 0; row < shape_.rows; ++row) {
       for (int64_t head = 0; head < shape_.heads; ++head) {
         const PagedHead<Element> paged{pointers_.data() + row * blocks_, head * head_elements_,
-                                       shape_.heads * head_elements_, shape_.width, 0.125f};
+                                       shape_.heads * head_elements_, shape_.width, 0.125f, 0.0f};
         body(paged, qkv_.data() + row * 3 * Columns() + head * shape_.width);
       }
     }
@@ -327,12 +327,15 @@ KernelRun* Made(const Make& make) noexcept {
 }
 
 const BareLoops& LoopsOf(const Kernels& kernels) {
+  [[maybe_unused]] const std::string name = kernels.name;
 #if defined(__x86_64__)
-  const std::string name = kernels.name;
   if (name == "avx2") return avx2;
   if (name == "avxvnni") return avxvnni;
   if (name == "avx512") return avx512;
   if (name == "amx") return amx;
+#elif defined(__aarch64__)
+  if (name == "dotprod") return dotprod;
+  if (name == "i8mm") return i8mm;
 #endif
   return portable;
 }
