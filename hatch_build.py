@@ -4,6 +4,10 @@ All are written beside their sources, where the checkout imports them from, and 
 script it builds them in place; with the argument "engine" only the engine, which depends on the version of Python;
 with "native" or "kernel-bench" and the path of a library only that library, the second is of the benchmark.
 Knows nothing of the Makefile, and imports nothing of antiphon: another process writes the header of the nodes for GPUs.
+
+Wheels for others (`make dist`) have two settings in the environment. ANTIPHON_PLATFORM is their platform, such as
+manylinux_2_28_aarch64, for which CXX and CC compile. With ANTIPHON_ENGINE=source the engine is not compiled, and the
+wheel is for every version of Python.
 """
 
 from __future__ import annotations
@@ -61,8 +65,10 @@ ENGINE = SOURCE_ROOTS[1] / "antiphon" / "engine"
 _NOT_COMPILED = (ENGINE / "logits_processors.py", ENGINE / "reader.py", ENGINE / "remote.py")
 # mypyc puts the code of all modules into one library, which each module's own file loads by this name.
 _ENGINE_LIBRARY = "antiphon_engine"
+_PLATFORM = os.environ.get("ANTIPHON_PLATFORM", "")
 # Names this version of Python: the results for several versions are kept beside each other.
-_SUFFIX = str(sysconfig.get_config_var("EXT_SUFFIX"))
+_HOST_SUFFIX = str(sysconfig.get_config_var("EXT_SUFFIX"))
+_SUFFIX = f".{sys.implementation.cache_tag}-{_PLATFORM.split('_', 3)[3]}-linux-gnu.so" if _PLATFORM else _HOST_SUFFIX
 # Run by another interpreter, because mypyc compiles in the working directory. Arguments: name of the library, modules.
 # mypyc makes every warning of the C compiler an error.
 _COMPILE_ENGINE = """
@@ -179,6 +185,8 @@ def _compile_library(
     """
     compiler = _compiler()
     extra = [*flags, *shlex.split(os.environ.get("CXXFLAGS", ""))]
+    if _PLATFORM and generates:
+        extra += ["-include", str(NATIVE_SOURCES[0] / "old_glibc.h")]
     with tempfile.TemporaryDirectory() as objects, ThreadPoolExecutor(os.cpu_count()) as pool:
         if generates:
             extra += _cuda_nodes(root, Path(objects))
@@ -190,7 +198,10 @@ def _compile_library(
         list(pool.map(lambda command: _call(command, root, compiler[0]), commands))
         # A running server may have the old library mapped: write a new file and swap it in.
         unfinished = library.with_suffix(f".{os.getpid()}.new")
-        _call([*compiler, "-shared", "-pthread", *extra, "-o", str(unfinished), *outputs], root, compiler[0])
+        # Before glibc 2.34 these were libraries of their own.
+        libraries = ("-s", "-Wl,--no-as-needed", "-lpthread", "-ldl", "-lm") if _PLATFORM else ()
+        linked = [*compiler, "-shared", "-pthread", *extra, "-o", str(unfinished), *outputs, *libraries]
+        _call(linked, root, compiler[0])
     return (root / unfinished).replace(root / library)
 
 
@@ -200,7 +211,7 @@ def compile_engine(root: Path) -> Path | None:
     Does nothing if nothing has changed. If mypyc, the headers of Python or a C compiler that takes the result are
     missing, removes earlier results, prints what is missing and returns None.
     """
-    sources = engine_sources(root)
+    sources = [] if os.environ.get("ANTIPHON_ENGINE") == "source" else engine_sources(root)
     library = root / SOURCE_ROOTS[1] / f"{_ENGINE_LIBRARY}__mypyc{_SUFFIX}"
     if not sources or _is_compiled(sources, library, root):
         return library if sources else None
@@ -212,8 +223,9 @@ def compile_engine(root: Path) -> Path | None:
             _run_mypyc(sources, root, Path(folder))
             built = Path(folder) / "built"
             for path in (built / "antiphon").rglob("*.so"):
-                shutil.copy(path, library.parent / path.relative_to(built))
-            shutil.copy(built / library.name, library)  # last: it shows that all others are there
+                shutil.copy(path, _renamed(library.parent / path.relative_to(built)))
+            (shared,) = built.glob(f"{_ENGINE_LIBRARY}*.so")
+            shutil.copy(shared, library)  # last: it shows that all others are there
     except BuildError as error:
         print(f"antiphon: the engine is not compiled and costs more CPU time: {error}", file=sys.stderr)
         return None
@@ -232,6 +244,11 @@ def _is_compiled(sources: Sequence[Path], library: Path, root: Path) -> bool:
     if not library.exists() or {_module(path) for path in sources} != set((root / ENGINE).rglob(f"*{_SUFFIX}")):
         return False
     return all(path.stat().st_mtime < library.stat().st_mtime for path in (*sources, Path(__file__)))
+
+
+def _renamed(path: Path) -> Path:
+    """Return the name for the processor of the wheel; mypyc takes that of this one."""
+    return path.with_name(path.name.removesuffix(_HOST_SUFFIX) + _SUFFIX)
 
 
 def _module(source: Path) -> Path:
@@ -286,7 +303,7 @@ def _python_tag() -> str:
 
 
 def _platform_tag() -> str:
-    return sysconfig.get_platform().replace("-", "_").replace(".", "_")
+    return _PLATFORM or sysconfig.get_platform().replace("-", "_").replace(".", "_")
 
 
 def main() -> int:

@@ -41,8 +41,9 @@ wrap() {
 #!/bin/sh
 here=${0%/bin/*}/here/usr
 export LD_LIBRARY_PATH="$here/lib/x86_64-linux-gnu${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
-exec "$here/bin/aarch64-linux-gnu-g++" "$@"
+exec "$here/bin/aarch64-linux-gnu-${0##*-}" "$@"
 RUN
+    cp "$folder/bin/aarch64-g++" "$folder/bin/aarch64-gcc"
     cat >"$folder/bin/python" <<'RUN'
 #!/bin/sh
 root=${0%/bin/*}
@@ -73,7 +74,7 @@ install() {
     rm -rf "$folder/here" "$folder/there" "$folder/site" "$LISTS"
     mkdir -p "$LISTS/here/partial" "$LISTS/there/partial" && : >"$LISTS/none"
     apt-get $HERE update && unpack "$folder/here" "$HERE" "g++-aarch64-linux-gnu qemu-user-static" &&
-        apt-get $THERE update && unpack "$folder/there" "$THERE" "python3 libstdc++6" &&
+        apt-get $THERE update && unpack "$folder/there" "$THERE" "python3 libpython3-dev libstdc++6" &&
         wrap && describe_processor && packages && "$folder/bin/python" -c 'import onnxruntime' && touch "$STAMP"
     code=$?
     rm -rf "$LISTS"

@@ -7,6 +7,7 @@
 #include <exception>
 #include <initializer_list>
 #include <mutex>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <type_traits>
@@ -90,9 +91,10 @@ class Call {
       for (size_t index = 0; index < count; ++index) task(index);
       return;
     }
-    Guarded<Task> guarded{&task, ChosenWorkspace(), {}, nullptr};
+    Guarded<Task> guarded{&task, ChosenWorkspace(), {}, {}, {}};
     RunParallel(count, &Guarded<Task>::Run, &guarded);
-    if (guarded.failure) std::rethrow_exception(guarded.failure);
+    if (guarded.refusal) throw *guarded.refusal;
+    if (guarded.fault) throw std::runtime_error(*guarded.fault);
   }
 
  private:
@@ -101,16 +103,21 @@ class Call {
     const Task* task;
     ModelWorkspace* workspace;
     std::mutex mutex;
-    std::exception_ptr failure;
+    // The first of each kind. Not std::exception_ptr, whose functions old versions of libstdc++ do not export.
+    std::optional<OperatorError> refusal;
+    std::optional<std::string> fault;
 
     static void Run(void* self, size_t index) noexcept {
       auto* guarded = static_cast<Guarded*>(self);
       const WorkspaceOf counted(guarded->workspace);
       try {
         (*guarded->task)(index);
-      } catch (...) {
+      } catch (const OperatorError& error) {
         const std::lock_guard<std::mutex> lock(guarded->mutex);
-        if (!guarded->failure) guarded->failure = std::current_exception();
+        if (!guarded->refusal) guarded->refusal = error;
+      } catch (const std::exception& error) {
+        const std::lock_guard<std::mutex> lock(guarded->mutex);
+        if (!guarded->fault) guarded->fault = error.what();
       }
     }
   };
