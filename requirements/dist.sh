@@ -27,11 +27,11 @@ wheels() {
 
 wheels x86_64 "" ""
 if [ -e "$arm/.installed" ]; then
-    headers=$arm/there/usr/include
-    wheels aarch64 "$arm/bin/aarch64-" "-I$headers -I$("$arm/bin/python" -c 'import sysconfig; print(sysconfig.get_path("include"))' | sed "s#^/usr/include#$headers#")"
+    include=$("$arm/bin/python" -c 'import sysconfig; print(sysconfig.get_path("include"))')
+    wheels aarch64 "$arm/bin/aarch64-" "-I$include -I${include%/*}"
 fi
 for built in "$folder"/*.whl; do
-    "$python" -m auditwheel show "$built" | grep -q "manylinux_2_28" || { "$python" -m auditwheel show "$built"; exit 1; }
+    PYTHONPATH=$folder/tools "$python" -m auditwheel show "$built" | grep -q "manylinux_2_28" || { PYTHONPATH=$folder/tools "$python" -m auditwheel show "$built"; exit 1; }
 done
-"$python" -m twine check --strict "$folder"/*.whl
+PYTHONPATH=$folder/tools "$python" -m twine check --strict "$folder"/*.whl
 (cd "$folder" && sha256sum ./*.whl)
