@@ -57,7 +57,7 @@ endif
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help setup serve play play-pictures watch test test-all test-cuda test-arm test-pythons cuda-tools arm-tools kernels card oip-clients deploy-tools browser real-weights soak mutants sanitize reliability crowd endurance abuse \
-	overload faults balancing balancing-bench fuzz lint layout stubs wheel image image-base image-check alerts-check lock clean
+	overload faults balancing balancing-bench fuzz lint layout stubs wheel dist image image-base image-check alerts-check lock clean
 
 help: ## Show this list.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -189,8 +189,12 @@ layout: $(VENV)/.test-tools ## Print files, lines and importers of packages and 
 stubs: $(VENV)/.installed ## Generate the protobuf stubs, and compile the native library and the engine again.
 	@CXX="$(CXX)" $(BIN)/python hatch_build.py
 
-wheel: $(VENV)/.test-tools ## Build the sdist, and the wheel from it, in dist/.
+wheel: $(VENV)/.test-tools ## Build the sdist, and the wheel from it for this machine, in dist/.
 	@$(BIN)/python -m build --no-isolation --outdir dist
+
+dist: $(VENV)/.test-tools arm-tools requirements/dist.lock ## Build wheels of the last commit for x86-64 and 64-bit Arm, glibc 2.28, in dist/.
+	@$(PIP) install --quiet --upgrade --target build/dist-tools --no-deps --require-hashes -r requirements/dist.lock
+	@PYTHONPATH="$(abspath build/dist-tools)" requirements/dist.sh dist $(BIN)/python $(ARM)
 
 image: ## Build the image antiphon:VERSION. TARGET=cuda or bundle; BASE=, BUNDLE=, IMAGE_ARGS=: docs/DEPLOY.md.
 	@test -n "$(BUILDER)" || { echo "make image needs buildah, podman or docker" >&2; exit 1; }
@@ -223,6 +227,7 @@ lock: $(VENV)/.created ## Resolve versions and hashes again, and keep locked one
 		--output-file requirements/deploy.lock $(ARGS)
 	@$(UV_COMPILE) pyproject.toml requirements/cuda.in --extra serving --extra train --no-emit-package torch \
 		--constraint requirements/test.lock --output-file requirements/cuda.lock $(ARGS)
+	@$(UV_COMPILE) requirements/dist.in --output-file requirements/dist.lock $(ARGS)
 	@$(UV_COMPILE) requirements/kernels.in --constraint requirements/cuda.lock \
 		--output-file requirements/kernels.lock $(ARGS)
 

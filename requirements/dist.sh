@@ -31,7 +31,8 @@ if [ -e "$arm/.installed" ]; then
     wheels aarch64 "$arm/bin/aarch64-" "-I$include -I${include%/*}"
 fi
 for built in "$folder"/*.whl; do
-    PYTHONPATH=$folder/tools "$python" -m auditwheel show "$built" | grep -q "manylinux_2_28" || { PYTHONPATH=$folder/tools "$python" -m auditwheel show "$built"; exit 1; }
+    shown=$("$python" -m auditwheel show "$built")
+    echo "$shown" | grep -Eq "\"manylinux_2_(1[0-9]|2[0-8])_" || { echo "$shown"; exit 1; }
 done
-PYTHONPATH=$folder/tools "$python" -m twine check --strict "$folder"/*.whl
+"$python" -m twine check --strict "$folder"/*.whl
 (cd "$folder" && sha256sum ./*.whl)
