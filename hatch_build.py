@@ -69,8 +69,8 @@ _PLATFORM = os.environ.get("ANTIPHON_PLATFORM", "")
 # Names this version of Python: the results for several versions are kept beside each other.
 _HOST_SUFFIX = str(sysconfig.get_config_var("EXT_SUFFIX"))
 _SUFFIX = f".{sys.implementation.cache_tag}-{_PLATFORM.split('_', 3)[3]}-linux-gnu.so" if _PLATFORM else _HOST_SUFFIX
-# Run by another interpreter, because mypyc compiles in the working directory. Arguments: name of the library, modules.
-# mypyc makes every warning of the C compiler an error.
+# Run by another interpreter. Arguments: folder for results, name of the library, modules. mypyc makes every warning of
+# the C compiler an error.
 _COMPILE_ENGINE = """
 import sys
 from mypyc.build import mypycify
@@ -78,9 +78,11 @@ from setuptools import Distribution
 
 options = ["--config-file=", "--ignore-missing-imports", "--namespace-packages", "--explicit-package-bases"]
 options += ["--python-version=%d.%d" % sys.version_info[:2]]
-modules = mypycify([*options, *sys.argv[2:]], opt_level="2", multi_file=True, group_name=sys.argv[1])
+folder, name, *paths = sys.argv[1:]
+options += [f"--cache-dir={folder}/cache"]
+modules = mypycify([*options, *paths], opt_level="2", multi_file=True, group_name=name, target_dir=f"{folder}/c")
 build = Distribution({"name": "antiphon", "ext_modules": modules}).get_command_obj("build_ext")
-build.build_lib, build.build_temp, build.parallel = "built", "objects", True
+build.build_lib, build.build_temp, build.parallel = f"{folder}/built", f"{folder}/objects", True
 build.ensure_finalized()
 build.run()
 """
@@ -257,10 +259,16 @@ def _module(source: Path) -> Path:
 
 def _run_mypyc(sources: Sequence[Path], root: Path, folder: Path) -> None:
     """Compile into folder/built."""
-    roots = os.pathsep.join(str((root / path).resolve()) for path in SOURCE_ROOTS)
+    environment = os.environ | {"MYPYPATH": os.pathsep.join(str((root / path).resolve()) for path in SOURCE_ROOTS)}
     names = [str(path.resolve()) for path in sources]
-    command = [sys.executable, "-c", _COMPILE_ENGINE, _ENGINE_LIBRARY, *names]
-    _call(command, folder, "mypyc", os.environ | {"MYPYPATH": roots})
+    if _PLATFORM:  # the library names its sources, in tracebacks and assertions: not by folders of this machine
+        names = [str(path.relative_to(root)) for path in sources]
+        given = shlex.split(environment.get("CFLAGS", ""))
+        places = [sysconfig.get_path("purelib"), sysconfig.get_path("include"), str(folder)]
+        places += [flag[2:] for flag in given if flag.startswith("-I")]
+        environment["CFLAGS"] = shlex.join([*given, *(f"-ffile-prefix-map={place}=." for place in places)])
+    command = [sys.executable, "-c", _COMPILE_ENGINE, str(folder), _ENGINE_LIBRARY, *names]
+    _call(command, root, "mypyc", environment)
 
 
 def _require_for_engine() -> None:

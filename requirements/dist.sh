@@ -9,7 +9,6 @@ mkdir -p "$1" && folder=$(cd "$1" && pwd)
 python=$(cd "$(dirname "$2")" && pwd)/$(basename "$2")
 arm=$(cd "$3" 2>/dev/null && pwd) || arm=$3
 SOURCE_DATE_EPOCH=$(git log -1 --format=%ct) && export SOURCE_DATE_EPOCH
-# One path for every build, which the compiled engine names in its tracebacks.
 source=$folder/source
 rm -f "$folder"/*.whl
 
@@ -18,7 +17,7 @@ wheels() {
     for engine in compiled source; do
         rm -rf "$source" && mkdir "$source" && git archive HEAD | tar -x -C "$source"
         (cd "$source" && ANTIPHON_PLATFORM=manylinux_2_28_$1 ANTIPHON_ENGINE=$engine CC=$2gcc CXX=$2g++ \
-            LDSHARED="$2gcc -shared -s" CFLAGS="-g0 -ffile-prefix-map=$source=. $3" \
+            LDSHARED="$2gcc -shared -s" CFLAGS="-g0 -DNDEBUG -fwrapv $3" \
             "$python" -m build --wheel --no-isolation --outdir "$folder") >"$folder/log" 2>&1 ||
             { tail -n 20 "$folder/log"; exit 1; }
         rm -rf "$source"
