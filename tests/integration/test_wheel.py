@@ -1,6 +1,7 @@
 """The wheel, built from the sdist, contains every file once and runs outside of the checkout."""
 
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -80,3 +81,19 @@ def test_wheel_runs_outside_the_checkout(wheel: Path, tmp_path: Path) -> None:
     for path in run(sys.executable, "-c", where, cwd=tmp_path, PYTHONPATH=str(site)).split():
         assert Path(path).is_relative_to(site)
     assert "generate" in run(site / "bin" / "antiphon", "--help", cwd=tmp_path, PYTHONPATH=str(site))
+
+
+# The newest versions in glibc 2.28 and in libstdc++ 8, the oldest that has this glibc (PEP 600).
+NEWEST = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 25), "CXXABI": (1, 3, 11), "GCC": (8, 0, 0)}
+
+
+def test_library_of_a_wheel_for_others_needs_no_newer_system(tmp_path: Path) -> None:
+    library = tmp_path / "_native.so"
+    quick = {"CXXFLAGS": "-O1", "ANTIPHON_PLATFORM": f"manylinux_2_28_{os.uname().machine}"}
+    run(sys.executable, "hatch_build.py", "native", library, cwd=ROOT, **quick)
+    symbols = run("objdump", "-T", library, cwd=tmp_path)
+    versions = {
+        (name, tuple(map(int, number.split(".")))) for name, number in re.findall(r"\b([A-Z]+)_([\d.]+)\b", symbols)
+    }
+    assert {name for name, _ in versions} >= {"GLIBC", "GLIBCXX"}
+    assert not [(name, version) for name, version in versions if version > NEWEST[name]]

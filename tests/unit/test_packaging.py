@@ -8,6 +8,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.unit.client.unasync import COMMAND, GENERATED, WRITTEN, synchronous
 
@@ -144,3 +145,9 @@ def test_marks_that_make_test_leaves_out_are_explained_to_contributors_and_used(
     assert {*rest[1].split(" or "), "arm"} == declared.keys()  # `make test-arm` runs these
     tests = "".join(path.read_text(encoding="utf-8") for path in ROOT.glob("tests/**/test_*.py"))
     assert set(re.findall(r"pytest\.mark\.(\w+)", tests)) >= declared.keys()
+
+
+def test_citation_names_the_version_and_the_licence_of_the_package() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert (citation["version"], citation["license"]) == (project["version"], project["license"])
