@@ -1,6 +1,6 @@
 """Program that runs graphs of single operators: pickled graphs and inputs come in, outputs and changed inputs go out.
 
-Runs in an emulated process (emulator.py), and imports nothing that only exports models need.
+Runs in an emulated process (emulator.py).
 """
 
 from __future__ import annotations
@@ -8,33 +8,18 @@ from __future__ import annotations
 import ctypes
 import pickle
 import sys
-from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import onnxruntime as ort
-from numpy.typing import NDArray
-
 from antiphon.bundle.session import native_session
+from antiphon.export.bundle_model import run_native
 
 
 @cache
 def session(model: bytes, threads: int, library: Path) -> Any:
     """Return the session of a graph."""
     return native_session(model, threads, library)
-
-
-def run(opened: Any, inputs: Mapping[str, NDArray[Any]]) -> list[NDArray[Any]]:
-    """Run without copying the inputs; the graph can change them."""
-    binding = opened.io_binding()
-    values = {name: ort.OrtValue.ortvalue_from_numpy(array) for name, array in inputs.items()}
-    for name, value in values.items():
-        binding.bind_ortvalue_input(name, value)
-    for output in opened.get_outputs():
-        binding.bind_output(output.name, "cpu")
-    opened.run_with_iobinding(binding)
-    return [value.numpy().copy() for value in binding.get_outputs()]
 
 
 def main() -> None:
@@ -52,7 +37,7 @@ def main() -> None:
             return
         before = {name: array.copy() for name, array in inputs.items()}
         try:
-            outputs = run(session(model, threads, library), inputs)
+            outputs = run_native(session(model, threads, library), inputs)
         except Exception as error:
             answer = RuntimeError(str(error))
         else:
