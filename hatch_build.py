@@ -68,7 +68,7 @@ _ENGINE_LIBRARY = "antiphon_engine"
 _PLATFORM = os.environ.get("ANTIPHON_PLATFORM", "")
 # Names this version of Python: the results for several versions are kept beside each other.
 _HOST_SUFFIX = str(sysconfig.get_config_var("EXT_SUFFIX"))
-_SUFFIX = f".{sys.implementation.cache_tag}-{_PLATFORM.split('_', 3)[3]}-linux-gnu.so" if _PLATFORM else _HOST_SUFFIX
+_SUFFIX = f".{sys.implementation.cache_tag}-{_PLATFORM.split('_', 3)[-1]}-linux-gnu.so" if _PLATFORM else _HOST_SUFFIX
 # Run by another interpreter. Arguments: folder for results, name of the library, modules. mypyc makes every warning of
 # the C compiler an error.
 _COMPILE_ENGINE = """

@@ -10,8 +10,8 @@ PYTHON=$2
 mkdir -p "$1" && folder=$(cd "$1" && pwd)
 STAMP=$folder/.installed
 LISTS=$folder/lists
-# Lists of packages of our own: those of the machine may be old or missing, and they belong to root. The second machine
-# is one that has nothing installed.
+# Lists of packages of our own: those of the machine may be old or missing, and they belong to root. For apt, THERE is a
+# machine on which nothing is installed.
 OPTIONS="-qq -o Acquire::Retries=1 -o Acquire::http::Timeout=20 -o Debug::NoLocking=1 -o APT::Sandbox::User="
 HERE="$OPTIONS -o Dir::State::lists=$LISTS/here -o Dir::Cache=$LISTS/here"
 THERE="$OPTIONS -o Dir::State::lists=$LISTS/there -o Dir::Cache=$LISTS/there -o Dir::State::status=$LISTS/none

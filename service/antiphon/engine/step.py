@@ -114,7 +114,7 @@ class Stepper:
         self._has_failed = False  # the runner failed in this step, or returned no valid token
         self._num_deferred = 0  # of the scheduler
         self._last_decode_s = 0.0
-        self._left: list[Sequence] = []  # rows that the runner left to the next step, their first one
+        self._undecoded: list[Sequence] = []  # of the last step's rows, those that the runner left out
         self._num_empty, self._empty_since_s = 0, 0.0  # rows that this lane may fill and has not filled
         self._occupancy: tuple[int, int, int] | None = None  # reported last
         self._report_occupancy()  # before the first request: a gauge of 0 free blocks would look like a full cache
@@ -525,11 +525,11 @@ class Stepper:
     def _note_token_times(self, num_before: int, num_decoded: int) -> None:
         """Record a new token of each of the first rows.
 
-        It is the first since they started for rows from `num_before` on, and for those that were left to this step.
+        It is the first since they started for rows from `num_before` on, and for those that the last step left out.
         """
         now_s = self._clock()
-        left = [each for each in self._left if each.row is not None and each.row < num_before]
-        for sequence in (*left, *self._rows.sequences[num_before:num_decoded]):
+        undecoded = [old for old in self._undecoded if old.row is not None and old.row < num_before]
+        for sequence in (*undecoded, *self._rows.sequences[num_before:num_decoded]):
             group = sequence.group
             if group.first_token_s is None:
                 group.first_token_s = now_s
@@ -537,8 +537,8 @@ class Stepper:
             elif group.preempted_s is not None:
                 self._metrics.resumed(now_s - group.preempted_s)
                 group.preempted_s = None
-        self._left = self._rows.sequences[num_decoded:]
-        self._metrics.decoded(num_decoded, num_before - len(left), now_s - self._last_decode_s)
+        self._undecoded = self._rows.sequences[num_decoded:]
+        self._metrics.decoded(num_decoded, num_before - len(undecoded), now_s - self._last_decode_s)
         self._last_decode_s = now_s
 
     def _note_empty_rows(self) -> None:

@@ -4,11 +4,11 @@ A step in which every row feeds and samples one token is padded to a bucket of r
 first run and replayed from then on. Other steps (prefixes, targets to be scored) run without a captured graph.
 
 The step after the present one is launched before the present one has been read: its tokens are taken on the device. Of
-rows that turn out to have left its results are not used. Rows that join meanwhile wait for the step after it, which is
-launched with them. It is of no use if one of these needs the host's work, as a prefix does: then all rows step again.
-What it wrote then belongs to positions that their rows write again, or to blocks that were freed and are written before
-they are read, since all work runs in one stream in order. Of the two states of a recurrence it replaced the one that no
-later step of its row reads.
+rows that turn out to have left its results are not used. Rows that join meanwhile wait for the step after it, and are
+launched with that one. If one of them needs the host's work, as a prefix does, no row waits: the step ahead is not
+used, and all rows step again. What it wrote then belongs to positions that their rows write again, or to blocks that
+were freed and are written before they are read, since all work runs in one stream in order. Of the two states of a
+recurrence it replaced the one that no later step of its row reads.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from antiphon.runtime.cuda.step_buffers import StepBuffers, StepSizes, StepTurn,
 from antiphon.runtime.runner import DecodeBatch
 
 _FIRST_EDITS = 4096
-# Steps that a step ahead could have been, before the next one is launched ahead: some would be of no use too often.
+# Consecutive steps that could have been launched ahead, before the next one is: sooner, it would often be of no use.
 _QUIET_STEPS = 2
 # Sizes to which steps are padded, so that few graphs are captured and each is replayed often.
 _ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
