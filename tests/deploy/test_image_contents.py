@@ -30,7 +30,7 @@ def locked(name: str) -> dict[str, str]:
 
 def left_out() -> set[str]:
     """Return modules of required packages that the image does not install, and pruned modules."""
-    absent = locked("serve.lock").keys() - locked("image.lock").keys() - locked("build.lock").keys()
+    absent = locked("serve.lock").keys() - locked("image.lock").keys() - locked("dist.lock").keys()
     assert "huggingface-hub" in absent
     by_module = importlib.metadata.packages_distributions()
     modules = {
@@ -65,7 +65,7 @@ def test_pruned_paths_exist(path: str) -> None:
 
 def test_image_locks_agree_with_the_test_lock() -> None:
     tested = locked("test.lock")
-    for name in ("build.lock", "image.lock"):
+    for name in ("dist.lock", "image.lock"):
         assert locked(name).items() <= tested.items()
 
 

@@ -14,7 +14,7 @@ from tests.unit.client.unasync import COMMAND, GENERATED, WRITTEN, synchronous
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE_ROOTS = ("protos", "service", "model")
-LOCKS = ("serve.lock", "test.lock", "pythons.lock", "oip-clients.lock", "build.lock", "image.lock")
+LOCKS = ("serve.lock", "test.lock", "pythons.lock", "oip-clients.lock", "dist.lock", "image.lock")
 SERVING = ("onnxruntime", "numpy", "tokenizers", "pydantic", "prometheus_client", "uvloop", "torch", "transformers")
 
 
