@@ -37,12 +37,15 @@ def main() -> int:
         "--rclone-image", default="localhost/rclone/rclone:1.70.3", help="as components/bundle-s3 names it"
     )
     parser.add_argument("--streams", type=int, default=64, metavar="N")
+    parser.add_argument(
+        "--run-option", action="append", default=[], metavar="OPTION", help="of every `podman run`; again for each"
+    )
     parser.add_argument("--only", choices=list(_CHECKS), action="append", help="again for each; default: all")
     arguments = parser.parse_args()
     memory, settings = _sized()
     said = ", ".join(f"{key}={value}" for key, value in settings.items())
     print(f"antiphon size: {memory / (1 << 20):.0f} MiB for {said}")
-    with podman() as program:
+    with podman(arguments.run_option) as program:
         given = Given(
             podman=program,
             image=arguments.image,

@@ -33,9 +33,10 @@ class CheckError(Exception):
 
 
 class Podman:
-    """The podman program and its settings."""
+    """The podman program and its settings. options: of every `podman run`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, options: Sequence[str] = ()) -> None:
+        self.options = tuple(options)
         path = folder / "containers.conf"
         path.write_text(_CONTAINERS_CONF)
         self._environment = {**os.environ, "CONTAINERS_CONF": str(path)}
@@ -100,7 +101,8 @@ class Container:
         """Start the image without root, capabilities and writable files. memory: its limit, swap included."""
         limits = () if memory is None else (f"--memory={memory}", f"--memory-swap={memory}")
         variables = [f"--env={name}={value}" for name, value in (settings or {}).items()]
-        return cls(podman, podman.run("run", "-d", *HARDENED, *limits, *variables, *options, image, *arguments))
+        options = (*HARDENED, *podman.options, *limits, *variables, *options)
+        return cls(podman, podman.run("run", "-d", *options, image, *arguments))
 
     @property
     def pid(self) -> int:
@@ -162,10 +164,10 @@ class Container:
 
 
 @contextlib.contextmanager
-def podman() -> Iterator[Podman]:
+def podman(options: Sequence[str]) -> Iterator[Podman]:
     """Yield podman with separate settings, which are removed at the end of the context."""
     with tempfile.TemporaryDirectory() as folder:
-        yield Podman(Path(folder))
+        yield Podman(Path(folder), options)
 
 
 def _seconds_between(first: str, second: str) -> float:

@@ -10,10 +10,11 @@ from tests.deploy.image_check import starts, traffic
 from tests.deploy.image_check.contents import compressed_bytes, contents_of, forbid, megabytes
 from tests.deploy.image_check.given import Given, expect, share
 from tests.deploy.image_check.podman import Container
+from tests.integration.process import ServerProcess
 
 # The delay is short, so that both phases of the shutdown occur: requests are served, then refused.
 DRAINING = {"ANTIPHON_DRAIN_DELAY_S": "1", "ANTIPHON_DRAIN_GRACE_S": "30"}
-_TOO_MUCH = "bytearray(1 << 30)"
+_MORE_BYTES = 1 << 28
 
 
 def check_contents(given: Given) -> None:
@@ -75,13 +76,13 @@ def check_starting(given: Given) -> None:
 
 
 def check_limit(given: Given) -> None:
-    codes = []
+    code, codes = f"bytearray({int(given.memory.removesuffix('b')) + _MORE_BYTES})", []
     for memory in (None, given.memory):
         options = ("--entrypoint=/opt/antiphon/bin/python",)
-        with Container.start(given.podman, given.image, ("-c", _TOO_MUCH), memory=memory, options=options) as container:
+        with Container.start(given.podman, given.image, ("-c", code), memory=memory, options=options) as container:
             codes.append(container.exit_code())
-    expect(codes == [0, 137], f"1 GiB without a limit, and in {given.memory}: exit codes {codes}")
-    print(f"a process takes 1 GiB: without a limit exit code 0, in a container of {given.memory} it is killed (137)")
+    expect(codes == [0, 137], f"{code} without a limit, and in {given.memory}: exit codes {codes}")
+    print(f"a process takes 256 MiB more: without a limit exit code 0, in a container of {given.memory} killed (137)")
 
 
 def check_streams(given: Given) -> None:
@@ -90,8 +91,11 @@ def check_streams(given: Given) -> None:
         target = f"{container.address}:50051"
         ready = container.memory()
         alone = asyncio.run(traffic.answers_alone(target))
+        with ServerProcess(None) as server:
+            expect(alone == asyncio.run(traffic.answers_alone(server.target)), "an answer is not that of the checkout")
         expect(asyncio.run(traffic.is_same_in_a_crowd(target, given.streams, alone)), "an answer in the crowd differs")
         memory = container.memory()
+        print(f"{len(alone)} answers are those of the server of this checkout")
         print(f"{given.streams} streams at once, 5 times: every answer whole, and as it was alone")
         print(f"memory of the control group: peak {megabytes(ready.peak_bytes)} when ready, {share(memory)} after")
         expect((code := container.stop()) == 0, f"exit code {code}; {container.log}")
