@@ -61,7 +61,7 @@ endif
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help setup serve play play-pictures watch test test-all test-cuda test-arm test-pythons cuda-tools arm-tools kernels card oip-clients deploy-tools browser real-weights soak mutants sanitize reliability crowd endurance abuse \
-	overload faults balancing balancing-bench fuzz lint layout stubs wheel dist image image-base image-check alerts-check lock clean
+	overload faults balancing balancing-bench fuzz lint layout stubs wheel dist image image-base sbom image-check alerts-check lock clean
 
 help: ## Show this list.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -210,6 +210,12 @@ image: ## Build the image antiphon:VERSION. TARGET=cuda or bundle; PLATFORM=linu
 image-base: ## Build antiphon-base:bookworm from Debian's archive, for `make image` without a registry. PLATFORM=. As root.
 	@deploy/debian-base.sh antiphon-base:bookworm $(PLATFORM)
 
+sbom: $(DIST)/.installed ## Write what the image contains, with licences, in CycloneDX: dist/. TARGET=cuda or bundle. Needs podman or docker.
+	@test -n "$(CONTAINERS)" || { echo "make sbom needs podman or docker" >&2; exit 1; }
+	@mkdir -p dist && container=$$($(CONTAINERS) create $(IMAGE.$(TARGET))) && { $(CONTAINERS) export $$container | \
+		SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(DIST)/bin/python deploy/sbom.py $(IMAGE.$(TARGET)) \
+		dist/$(subst :,-,$(IMAGE.$(TARGET)))-image.cdx.json; status=$$?; $(CONTAINERS) rm $$container >/dev/null; exit $$status; }
+
 image-check: $(VENV)/.test-tools ## Run the image with podman as a cluster does, including SIGTERM under load. As root.
 	@$(BIN)/python -m tests.deploy.image_check $(ARGS)
 
@@ -271,6 +277,7 @@ SEVERAL.buildah := --manifest
 SEVERAL.podman := --manifest
 SEVERAL.docker := --tag
 BUILDER := $(notdir $(firstword $(shell command -v buildah podman docker)))
+CONTAINERS := $(notdir $(firstword $(shell command -v podman docker)))
 BUILD.buildah := buildah build --format docker --layers
 BUILD.podman := podman build --format docker
 BUILD.docker := docker build
