@@ -12,7 +12,9 @@ wheel is for every version of Python; with "compiled" it must be.
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
+import json
 import os
 import shlex
 import shutil
@@ -20,6 +22,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import tomllib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -63,6 +66,8 @@ ENGINE = SOURCE_ROOTS[1] / "antiphon" / "engine"
 # The first copies objects through their __dict__, which compiled ones do not have; the second is a coroutine; the third
 # has subclasses of the interpreter's classes, and sends objects that compiled classes could not be made of.
 _NOT_COMPILED = (ENGINE / "logits_processors.py", ENGINE / "reader.py", ENGINE / "remote.py")
+BUNDLES = SOURCE_ROOTS[2] / "antiphon" / "bundles"
+RECIPES = SOURCE_ROOTS[2] / "antiphon" / "training" / "recipes"
 # mypyc puts the code of all modules into one library, which each module's own file loads by this name.
 _ENGINE_LIBRARY = "antiphon_engine"
 _PLATFORM = os.environ.get("ANTIPHON_PLATFORM", "")
@@ -112,6 +117,64 @@ class NativeBuildHook(BuildHookInterface[Any]):
         if engine is not None and version != "editable":
             build_data["artifacts"].append(f"/{ENGINE}/**/*{_SUFFIX}")
             build_data["force_include"][str(engine)] = engine.name
+        if version != "editable":
+            self._folder = tempfile.TemporaryDirectory()
+            path = Path(self._folder.name) / "antiphon.cdx.json"
+            bill = self._bill_of_materials(has_engine=engine is not None)
+            path.write_text(json.dumps(bill, indent=2) + "\n", encoding="utf-8")
+            build_data["sbom_files"].append(str(path))
+
+    def _bill_of_materials(self, *, has_engine: bool) -> dict[str, Any]:
+        """Return what the wheel contains of others and its models, in CycloneDX (PEP 770).
+
+        Without serial number and time, so that two builds give the same bytes.
+        """
+        core = self.metadata.core
+        components = [_library(**part) for part in self.config["vendored"]]
+        if has_engine:
+            mypyc = importlib.metadata.version("mypy")
+            components.append(_library("mypyc", mypyc, "MIT AND PSF-2.0", f"pkg:pypi/mypy@{mypyc}"))
+        name, version = core.name, self.metadata.version
+        return {
+            "bomFormat": "CycloneDX",
+            "specVersion": "1.6",
+            "version": 1,
+            "metadata": {"component": _library(name, version, core.license_expression, f"pkg:pypi/{name}@{version}")},
+            "components": components + _models(Path(self.root)),
+        }
+
+
+def _library(name: str, version: str, licence: str, purl: str) -> dict[str, Any]:
+    """Return a CycloneDX component."""
+    return {"type": "library", "name": name, "version": version, "licenses": [{"expression": licence}], "purl": purl}
+
+
+def _models(root: Path) -> list[dict[str, Any]]:
+    """Return the bundles as CycloneDX components, derived from the collections of sentence pairs of their recipes."""
+    models = []
+    for path in sorted((root / BUNDLES).glob("*/manifest.json")):
+        manifest = json.loads(path.read_bytes())
+        data = _data_of_recipe(root, manifest["provenance"]["recipe"])
+        if "reverse_of" in data:
+            data = _data_of_recipe(root, data["reverse_of"])
+        ancestors = [
+            {
+                "type": "data",
+                "name": collection["name"],
+                "description": collection["origin"],
+                "licenses": [{"license": {"name": collection["licence"]}}],
+                "copyright": collection["attribution"],
+            }
+            for collection in data["collections"]
+        ]
+        model = {"type": "machine-learning-model", "name": manifest["name"], "bom-ref": manifest["name"]}
+        models.append({**model, "pedigree": {"ancestors": ancestors}})
+    return models
+
+
+def _data_of_recipe(root: Path, name: str) -> dict[str, Any]:
+    data: dict[str, Any] = tomllib.loads((root / RECIPES / f"{name}.toml").read_text(encoding="utf-8"))["data"]
+    return data
 
 
 def generate_stubs(root: Path) -> None:

@@ -1,15 +1,19 @@
 """The wheel, built from the sdist, contains every file once and runs outside of the checkout."""
 
+import json
 import os
 import re
 import subprocess
 import sys
 import sysconfig
+import tomllib
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from cyclonedx.schema import SchemaVersion
+from cyclonedx.validation.json import JsonStrictValidator
 
 pytestmark = pytest.mark.combinations
 
@@ -62,7 +66,29 @@ def test_wheel_contains_stubs_types_licence_and_native_library(wheel: Path) -> N
     for package in ("v1", "oip"):
         assert {f"antiphon/{package}/{name}" for name in ("inference.proto", *stubs)} <= names
     assert {"antiphon/py.typed", "antiphon/ops/_native.so"} <= names
-    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
+    licences = {name.partition(".dist-info/licenses/")[2] for name in names} - {""}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert licences == {
+        path.relative_to(ROOT).as_posix() for pattern in project["license-files"] for path in ROOT.glob(pattern)
+    }
+
+
+def test_wheel_lists_the_parts_of_others_and_the_data_of_its_models(wheel: Path) -> None:
+    archive = zipfile.ZipFile(wheel)
+    (path,) = [name for name in archive.namelist() if ".dist-info/sboms/" in name]
+    text = archive.read(path).decode()
+    assert JsonStrictValidator(SchemaVersion.V1_6).validate_str(text) is None
+    parts = {part["name"]: part for part in json.loads(text)["components"]}
+    compiled = {"mypyc"} if any(name.startswith("antiphon_engine__mypyc") for name in archive.namelist()) else set()
+    assert parts.keys() == {"lit-html", "Inter", "onnxruntime", "en-de", "de-en"} | compiled
+    for name in ("en-de", "de-en"):
+        data = parts[name]["pedigree"]["ancestors"]
+        lines = [
+            f"- {row['name']}: {row['description']}. {row['licenses'][0]['license']['name']}. {row['copyright']}"
+            for row in data
+        ]
+        manifest = json.loads(archive.read(f"antiphon/bundles/{name}/manifest.json"))
+        assert "\n".join(lines) == manifest["provenance"]["attribution"]
 
 
 @pytest.mark.skipif(not (Path(sysconfig.get_path("include")) / "Python.h").exists(), reason="no headers of Python")

@@ -1,15 +1,18 @@
 """Properties of the distribution: light imports, one source of build requirements, complete locks."""
 
+import importlib.metadata
 import os
 import re
 import subprocess
 import sys
 import tomllib
+from email import message_from_string
 from pathlib import Path
 
 import pytest
 import yaml
 
+from deploy.sbom import python_licence
 from tests.unit.client.unasync import COMMAND, GENERATED, WRITTEN, synchronous
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -150,4 +153,49 @@ def test_marks_that_make_test_leaves_out_are_explained_to_contributors_and_used(
 def test_citation_names_the_version_and_the_licence_of_the_package() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
-    assert (citation["version"], citation["license"]) == (project["version"], project["license"])
+    own = project["license"].partition(" AND ")[0]
+    assert (citation["version"], citation["license"]) == (project["version"], own)
+
+
+def test_code_of_others_is_beside_its_licence_which_the_wheel_contains() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    texts = [list(ROOT.glob(pattern)) for pattern in project["license-files"]]
+    assert all(texts)
+    folders = {path.parent for paths in texts for path in paths} - {ROOT}
+    notice = re.compile(rb"^\W*(Copyright\b|SPDX-License-Identifier: *(.+?)\s*$)", re.MULTILINE)
+    noticed = 0
+    for path in (path for root in SOURCE_ROOTS for path in (ROOT / root).rglob("*") if path.is_file()):
+        found = notice.search(path.read_bytes()[:2000]) if path.suffix in (".cc", ".css", ".h", ".js", ".py") else None
+        if found or "vendor" in path.parts:
+            assert not folders.isdisjoint(path.parents), path
+            noticed += 1
+    assert noticed >= 4
+
+
+def test_named_versions_and_licences_of_others_are_those_inside() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    vendored = {row["name"]: row for row in project["tool"]["hatch"]["build"]["hooks"]["custom"]["vendored"]}
+    page = ROOT / "service" / "antiphon" / "play" / "static" / "vendor" / "lit-html.js"
+    assert f'.push("{vendored["lit-html"]["version"]}")' in page.read_text(encoding="utf-8")
+    header = ROOT / "model" / "antiphon" / "ops" / "native" / "onnxruntime" / "onnxruntime_c_api.h"
+    api = vendored["onnxruntime"]["version"].removeprefix("1.")
+    assert f"#define ORT_API_VERSION {api}\n" in header.read_text(encoding="utf-8")
+    assert {row["licence"] for row in vendored.values()} < set(project["project"]["license"].split(" AND "))
+    # The runtime that mypyc compiles into the engine.
+    text = ROOT / "service" / "antiphon" / "engine" / "mypyc.LICENSE"
+    assert text.read_text() == importlib.metadata.distribution("mypy").read_text("licenses/LICENSE")
+
+
+# Licences that allow to ship a package without publishing sources of our own. MPL-2.0 concerns its own files only.
+ALLOWED = {"0BSD", "Apache-2.0", "BSD-2-Clause", "BSD-3-Clause", "CC0-1.0", "ISC", "MIT", "MPL-2.0", "PSF-2.0", "Zlib"}
+
+
+def test_packages_of_the_image_have_permissive_licences() -> None:
+    """Not of the cuda image's: NVIDIA's libraries there are proprietary."""
+    names = {re.split("==", line)[0] for line in locked("image.lock")}
+    licences = {
+        name: python_licence(message_from_string(importlib.metadata.distribution(name).read_text("METADATA") or ""))
+        for name in names
+    }
+    words = {name: set(re.findall(r"[\w.-]+", text or "unknown")) - {"AND", "OR"} for name, text in licences.items()}
+    assert {name: found for name, found in words.items() if not found <= ALLOWED} == {}
