@@ -23,8 +23,9 @@ REAL_WEIGHTS := build/real-weights
 CUDA := .venv-cuda
 # A cross compiler and an emulator for 64-bit Arm, and a Python with packages that runs in it.
 ARM := build/arm
-# What builds and checks wheels for others.
+# What builds and checks wheels for others, and headers of Python for them.
 DIST := .venv-dist
+HEADERS := build/headers
 MACHINE := $(shell uname -m)
 ARCHITECTURES := x86_64 aarch64
 
@@ -60,7 +61,7 @@ endif
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup serve play play-pictures watch test test-all test-cuda test-arm test-pythons cuda-tools arm-tools kernels card oip-clients deploy-tools browser real-weights soak mutants sanitize reliability crowd endurance abuse \
+.PHONY: help setup serve play play-pictures watch test test-all test-cuda test-arm test-pythons cuda-tools arm-tools headers kernels card oip-clients deploy-tools browser real-weights soak mutants sanitize reliability crowd endurance abuse \
 	overload faults balancing balancing-bench fuzz lint layout stubs wheel dist image image-base sbom image-check alerts-check lock clean
 
 help: ## Show this list.
@@ -81,7 +82,7 @@ test: lint oip-clients browser ## Run lint, types and, within minutes, the main 
 	@$(if $(ARGS),$(PYTEST) $(ARGS),$(TIMED) "pytest, without what only test-all runs" $(PYTEST) -m "not (arm or $(REST))")
 
 # What `make test` runs comes first, so that most failures show within minutes; then only the rest.
-test-all: deploy-tools real-weights test ## Run lint, types and all tests, with every Python that PATH has. ARGS as for test, with all tools.
+test-all: deploy-tools real-weights headers test ## Run lint, types and all tests, with every Python that PATH has. ARGS as for test, with all tools.
 	@$(if $(ARGS),,$(TIMED) "pytest, what only test-all runs" $(PYTEST) -m "$(REST)")
 	@$(if $(ARGS),,$(MAKE) --no-print-directory test-pythons test-cuda test-arm)
 
@@ -109,6 +110,10 @@ $(ARM)/antiphon/ops/_native.so: $(NATIVE) hatch_build.py $(ARM)/.installed $(wil
 	@rm -rf $(ARM)/antiphon && mkdir -p $(ARM)/antiphon && cp -R model/antiphon/ops $(ARM)/antiphon/ops && rm -f $@
 	@CXX="$(abspath $(ARM)/bin/aarch64-g++)" CXXFLAGS=-Werror \
 		$(TIMED) --silent "native library for 64-bit Arm" $(BIN)/python hatch_build.py native $@
+
+# Never fails: a version that cannot be fetched is printed and tried again the next time. No release of Debian has 3.12.
+headers: ## Unpack headers of Python 3.13 and 3.14 for wheels: build/headers. 5 MB, Debian only.
+	@requirements/headers.sh $(HEADERS) 3.13 3.14
 
 cuda-tools: $(CUDA)/.installed ## Create .venv-cuda: Triton and onnxruntime-gpu, for test-cuda and kernels. 1 GB.
 
@@ -196,8 +201,8 @@ stubs: $(VENV)/.installed ## Generate the protobuf stubs, and compile the native
 wheel: $(VENV)/.test-tools ## Build the sdist, and the wheel from it for this machine, in dist/.
 	@$(BIN)/python -m build --no-isolation --outdir dist
 
-dist: $(DIST)/.installed $(if $(filter-out $(MACHINE),$(ARCHITECTURES)),arm-tools) ## Build wheels of the last commit, glibc 2.28, in dist/. ARCHITECTURES="x86_64 aarch64"
-	@requirements/dist.sh dist $(DIST)/bin/python $(ARM) $(ARCHITECTURES)
+dist: $(DIST)/.installed headers $(if $(filter-out $(MACHINE),$(ARCHITECTURES)),arm-tools) ## Build wheels of the last commit, glibc 2.28, Python 3.11+, in dist/. ARCHITECTURES="x86_64 aarch64"
+	@requirements/dist.sh dist $(DIST)/bin/python $(ARM) $(HEADERS) $(ARCHITECTURES)
 
 image: ## Build the image antiphon:VERSION. TARGET=cuda or bundle; PLATFORM=linux/arm64, BASE=, BUNDLE=, IMAGE_ARGS=: docs/DEPLOY.md.
 	@test -n "$(BUILDER)" || { echo "make image needs buildah, podman or docker" >&2; exit 1; }

@@ -5,9 +5,10 @@ script it builds them in place; with the argument "engine" only the engine, whic
 with "native" or "kernel-bench" and the path of a library only that library, the second is of the benchmark.
 Knows nothing of the Makefile, and imports nothing of antiphon: another process writes the header of the nodes for GPUs.
 
-Wheels for others (`make dist`) have two settings in the environment. ANTIPHON_PLATFORM is their platform, such as
+Wheels for others (`make dist`) have three settings in the environment. ANTIPHON_PLATFORM is their platform, such as
 manylinux_2_28_aarch64, for which CXX and CC compile. With ANTIPHON_ENGINE=source the engine is not compiled, and the
-wheel is for every version of Python; with "compiled" it must be.
+wheel is for every version of Python; with "compiled" it must be. ANTIPHON_PYTHON is the version of Python that it is
+compiled for, such as 3.13, if it is another than the one that builds: -I in CFLAGS names its headers.
 """
 
 from __future__ import annotations
@@ -71,24 +72,37 @@ RECIPES = SOURCE_ROOTS[2] / "antiphon" / "training" / "recipes"
 # mypyc puts the code of all modules into one library, which each module's own file loads by this name.
 _ENGINE_LIBRARY = "antiphon_engine"
 _PLATFORM = os.environ.get("ANTIPHON_PLATFORM", "")
-# Names this version of Python: the results for several versions are kept beside each other.
+_OWN_PYTHON = sysconfig.get_python_version()
+_PYTHON = os.environ.get("ANTIPHON_PYTHON") or _OWN_PYTHON
+_PYTHON_DIGITS = _PYTHON.replace(".", "")
 _HOST_SUFFIX = str(sysconfig.get_config_var("EXT_SUFFIX"))
-_SUFFIX = f".{sys.implementation.cache_tag}-{_PLATFORM.split('_', 3)[-1]}-linux-gnu.so" if _PLATFORM else _HOST_SUFFIX
-# Run by another interpreter. Arguments: folder for results, name of the library, modules. mypyc makes every warning of
-# the C compiler an error.
+# Names the version of Python: the results for several versions are kept beside each other.
+_SUFFIX = _HOST_SUFFIX
+if _PLATFORM or _PYTHON != _OWN_PYTHON:
+    _SUFFIX = f".cpython-{_PYTHON_DIGITS}-{_PLATFORM.split('_', 3)[-1] or os.uname().machine}-linux-gnu.so"
+# Run by another interpreter. Arguments: folder for results, name of the library, version of Python, modules. mypyc makes
+# every warning of the C compiler an error. It writes C for the version that sys.version_info shows, and has no option
+# for another one. The headers of the Python that builds are not searched for another one's.
 _COMPILE_ENGINE = """
-import sys
+import collections, sys
 from mypyc.build import mypycify
 from setuptools import Distribution
 
+folder, name, version, *paths = sys.argv[1:]
 options = ["--config-file=", "--ignore-missing-imports", "--namespace-packages", "--explicit-package-bases"]
-options += ["--python-version=%d.%d" % sys.version_info[:2]]
-folder, name, *paths = sys.argv[1:]
 options += [f"--cache-dir={folder}/cache"]
+own = sys.version_info
+target = tuple(map(int, version.split(".")))
+if target != own[:2]:
+    fields = collections.namedtuple("version_info", "major minor micro releaselevel serial")
+    sys.version_info = fields(*target, 0, "final", 0)
 modules = mypycify([*options, *paths], opt_level="2", multi_file=True, group_name=name, target_dir=f"{folder}/c")
+sys.version_info = own
 build = Distribution({"name": "antiphon", "ext_modules": modules}).get_command_obj("build_ext")
 build.build_lib, build.build_temp, build.parallel = f"{folder}/built", f"{folder}/objects", True
 build.ensure_finalized()
+if target != own[:2]:
+    build.include_dirs = []
 build.run()
 """
 
@@ -101,7 +115,7 @@ class NativeBuildHook(BuildHookInterface[Any]):
     """Builds stubs, native library and engine before hatchling collects the files of a wheel or an editable install."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Build in place. The wheel is one of this platform; of this version of Python if the engine is compiled."""
+        """Build in place. The wheel is one of this platform; of one version of Python if the engine is compiled."""
         if self.target_name != "wheel":
             return
         try:
@@ -112,7 +126,8 @@ class NativeBuildHook(BuildHookInterface[Any]):
             self.app.abort(f"antiphon: {error}")
         if library is not None or engine is not None:
             build_data["pure_python"] = False
-            build_data["tag"] = f"{_python_tag() if engine is not None else 'py3-none'}-{_platform_tag()}"
+            python = "py3-none" if engine is None else f"cp{_PYTHON_DIGITS}-cp{_PYTHON_DIGITS}"
+            build_data["tag"] = f"{python}-{_platform_tag()}"
         # An editable install finds the library in the checkout; a copy beside it would hide later builds.
         if engine is not None and version != "editable":
             build_data["artifacts"].append(f"/{ENGINE}/**/*{_SUFFIX}")
@@ -271,7 +286,7 @@ def _compile_library(
 
 
 def compile_engine(root: Path) -> Path | None:
-    """Compile the engine's modules for this Python in place, and return the library that they share.
+    """Compile the engine's modules for one Python in place, and return the library that they share.
 
     Does nothing if nothing has changed. If mypyc, the headers of Python or a C compiler that takes the result are
     missing, removes earlier results, prints what is missing and returns None; if the engine must be compiled, raises
@@ -316,7 +331,7 @@ def _is_compiled(sources: Sequence[Path], library: Path, root: Path) -> bool:
 
 
 def _renamed(path: Path) -> Path:
-    """Return the name for the processor of the wheel; mypyc takes that of this one."""
+    """Return the name for the processor and the Python of the wheel; mypyc takes those that build."""
     return path.with_name(path.name.removesuffix(_HOST_SUFFIX) + _SUFFIX)
 
 
@@ -334,7 +349,7 @@ def _run_mypyc(sources: Sequence[Path], root: Path, folder: Path) -> None:
         places = [sysconfig.get_path("purelib"), sysconfig.get_path("include"), str(folder)]
         places += [flag[2:] for flag in given if flag.startswith("-I")]
         environment["CFLAGS"] = shlex.join([*given, *(f"-ffile-prefix-map={place}=." for place in places)])
-    command = [sys.executable, "-c", _COMPILE_ENGINE, str(folder), _ENGINE_LIBRARY, *names]
+    command = [sys.executable, "-c", _COMPILE_ENGINE, str(folder), _ENGINE_LIBRARY, _PYTHON, *names]
     _call(command, root, "mypyc", environment)
 
 
@@ -342,7 +357,7 @@ def _require_for_engine() -> None:
     """Raise BuildError if mypyc, or something that it needs, is missing."""
     if importlib.util.find_spec("mypyc") is None or importlib.util.find_spec("setuptools") is None:
         raise BuildError("install mypy and setuptools")
-    if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
+    if _PYTHON == _OWN_PYTHON and not (Path(sysconfig.get_path("include")) / "Python.h").exists():
         raise BuildError("no Python.h; install python3-dev, or the headers of this Python")
 
 
@@ -370,11 +385,6 @@ def _call(command: Sequence[str], root: Path, name: str, environment: Mapping[st
         print(done.stdout, end="", file=sys.stderr)
         raise BuildError(f"{name} failed with exit status {done.returncode}")
     return done.stdout
-
-
-def _python_tag() -> str:
-    version = f"cp{sys.version_info.major}{sys.version_info.minor}"
-    return f"{version}-{version}"
 
 
 def _platform_tag() -> str:
