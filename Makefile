@@ -23,11 +23,12 @@ REAL_WEIGHTS := build/real-weights
 CUDA := .venv-cuda
 # A cross compiler and an emulator for 64-bit Arm, and a Python with packages that runs in it.
 ARM := build/arm
-# What builds and checks wheels for others, and headers of Python for them.
+# What builds and checks wheels for others, and headers of Python for them. COMPILED: versions with a compiled engine.
 DIST := .venv-dist
 HEADERS := build/headers
 MACHINE := $(shell uname -m)
 ARCHITECTURES := x86_64 aarch64
+COMPILED := 3.11 3.12 3.13 3.14
 
 # Versions of Python that the service is tested with, beside that of .venv, each in an environment .venv-VERSION.
 PYTHONS = $(filter-out $(shell $(BIN)/python -c 'import sys; print("%d.%d" % sys.version_info[:2])'),3.11 3.12 3.13 3.14)
@@ -201,12 +202,12 @@ stubs: $(VENV)/.installed ## Generate the protobuf stubs, and compile the native
 wheel: $(VENV)/.test-tools ## Build the sdist, and the wheel from it for this machine, in dist/.
 	@$(BIN)/python -m build --no-isolation --outdir dist
 
-dist: $(DIST)/.installed headers $(if $(filter-out $(MACHINE),$(ARCHITECTURES)),arm-tools) ## Build wheels of the last commit, glibc 2.28, Python 3.11+, in dist/. ARCHITECTURES="x86_64 aarch64"
-	@requirements/dist.sh dist $(DIST)/bin/python $(ARM) $(HEADERS) $(ARCHITECTURES)
+dist: $(DIST)/.installed $(if $(filter 3.13 3.14,$(COMPILED)),headers) $(if $(filter-out $(MACHINE),$(ARCHITECTURES)),arm-tools) ## Build wheels of the last commit, glibc 2.28, in dist/. ARCHITECTURES="x86_64 aarch64" COMPILED="3.11 3.13"
+	@requirements/dist.sh dist $(DIST)/bin/python $(ARM) $(HEADERS) "$(COMPILED)" $(ARCHITECTURES)
 
 image: ## Build the image antiphon:VERSION. TARGET=cuda or bundle; PLATFORM=linux/arm64, BASE=, BUNDLE=, IMAGE_ARGS=: docs/DEPLOY.md.
 	@test -n "$(BUILDER)" || { echo "make image needs buildah, podman or docker" >&2; exit 1; }
-	@$(if $(filter bundle,$(TARGET)),,$(MAKE) --no-print-directory dist ARCHITECTURES="$(WHEELS)")
+	@$(if $(filter bundle,$(TARGET)),,$(MAKE) --no-print-directory dist ARCHITECTURES="$(WHEELS)" COMPILED=3.11)
 	$(BUILD.$(BUILDER)) --file deploy/Dockerfile --target $(TARGET) --platform $(PLATFORM) \
 		$(if $(findstring $(COMMA),$(PLATFORM)),$(SEVERAL.$(BUILDER)),--tag) $(IMAGE.$(TARGET)) \
 		$(if $(BASE),--build-arg BASE=$(BASE)) $(if $(BUNDLE),--build-context bundle-files=$(BUNDLE)) \

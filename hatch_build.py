@@ -80,9 +80,9 @@ _HOST_SUFFIX = str(sysconfig.get_config_var("EXT_SUFFIX"))
 _SUFFIX = _HOST_SUFFIX
 if _PLATFORM or _PYTHON != _OWN_PYTHON:
     _SUFFIX = f".cpython-{_PYTHON_DIGITS}-{_PLATFORM.split('_', 3)[-1] or os.uname().machine}-linux-gnu.so"
-# Run by another interpreter. Arguments: folder for results, name of the library, version of Python, modules. mypyc makes
-# every warning of the C compiler an error. It writes C for the version that sys.version_info shows, and has no option
-# for another one. The headers of the Python that builds are not searched for another one's.
+# Run by another interpreter. Arguments: folder for results, name of the library, version of Python, modules. mypyc
+# makes every warning of the C compiler an error. It writes C for the version of Python in sys.version_info, and has no
+# option for another one; setuptools adds the folder of this Python's headers, which another version must not see.
 _COMPILE_ENGINE = """
 import collections, sys
 from mypyc.build import mypycify

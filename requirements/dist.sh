@@ -1,17 +1,18 @@
 #!/bin/sh
-# dist.sh FOLDER PYTHON ARM HEADERS ARCHITECTURE...
+# dist.sh FOLDER PYTHON ARM HEADERS VERSIONS ARCHITECTURE...
 #
 # Builds wheels of the committed state in FOLDER, for x86_64 or aarch64; on another processor for the latter with the
 # tools that arm.sh unpacked into ARM. For each, one for every version of Python, and faster ones with the engine
-# compiled for the version of PYTHON and for others whose headers are there: unpacked by headers.sh into HEADERS, or
-# those of an interpreter on PATH. They run with glibc 2.28, which auditwheel checks. Two builds of one commit give the
-# same bytes, so those that are there already stay.
+# compiled for each of VERSIONS, such as "3.11 3.13", whose headers are there: those of PYTHON, those that headers.sh
+# unpacked into HEADERS, or those of an interpreter on PATH. They run with glibc 2.28, which auditwheel checks. Two
+# builds of one commit give the same bytes, so those that are there already stay.
 set -eu
 mkdir -p "$1" && folder=$(cd "$1" && pwd)
 python=$(cd "$(dirname "$2")" && pwd)/$(basename "$2")
 arm=$(cd "$3" 2>/dev/null && pwd) || arm=$3
 headers=$(cd "$4" 2>/dev/null && pwd) || headers=$4
-shift 4
+versions=$5
+shift 5
 own=$("$python" -c 'import sysconfig; print(sysconfig.get_python_version())')
 SOURCE_DATE_EPOCH=$(git log -1 --format=%ct) && export SOURCE_DATE_EPOCH
 commit=$(git rev-parse HEAD)
@@ -56,7 +57,7 @@ for architecture in "$@"; do
         prefix=$arm/bin/aarch64-
     fi
     is_built py3-none "$architecture" || wheel "$architecture" source "$own" "$prefix" ""
-    for version in $(printf '%s\n' 3.11 3.12 3.13 3.14 "$own" | sort -uV); do
+    for version in $versions; do
         is_built "cp$(echo "$version" | tr -d .)" "$architecture" && continue
         include=$(flags "$architecture" "$version") || {
             echo "no compiled engine for Python $version on $architecture, but its sources: no headers of that Python"

@@ -11,6 +11,9 @@ import pytest
 
 import hatch_build
 
+ROOT = Path(hatch_build.__file__).parent
+HEADERS = ROOT / "build" / "headers" / "3.13"
+
 pytestmark = [
     pytest.mark.combinations,
     pytest.mark.skipif(not (Path(sysconfig.get_path("include")) / "Python.h").exists(), reason="no headers of Python"),
@@ -67,9 +70,51 @@ def test_sources_run_where_the_engine_cannot_be_compiled(
     assert imported(root) == ["42", "py"]
 
 
+# Prints the tag of the wheel of a folder, after the steps of its build.
+BUILD_WHEEL = """
+import sys
+from hatch_build import NativeBuildHook
+
+wheel = {"artifacts": [], "force_include": {}}
+NativeBuildHook(sys.argv[1], {}, None, None, sys.argv[1], "wheel").initialize("standard", wheel)
+print(wheel["tag"])
+"""
+
+
+def build_wheel(root: Path, python: str, flags: str) -> subprocess.CompletedProcess[str]:
+    """Build in root for another version of Python, whose headers flags name."""
+    settings = {"ANTIPHON_PLATFORM": f"manylinux_2_28_{os.uname().machine}", "ANTIPHON_ENGINE": "compiled"}
+    environment = os.environ | settings | {"ANTIPHON_PYTHON": python, "CFLAGS": flags}
+    command = [sys.executable, "-c", BUILD_WHEEL, str(root)]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.skipif(not HEADERS.exists(), reason="no headers of Python 3.13: run `make headers`")
+def test_engine_is_compiled_for_another_python(root: Path) -> None:
+    chosen = 'import sys\n\nif sys.version_info >= (3, 13):\n    name = "of 3.13"\nelse:\n    name = "of 3.12"\n'
+    (root / "service" / "antiphon" / "engine" / "one.py").write_text(chosen, encoding="utf-8")
+    (root / "service" / "antiphon" / "engine" / "two.py").unlink()
+    done = build_wheel(root, "3.13", f"-O0 -I{HEADERS / 'python3.13'} -I{HEADERS}")
+    assert done.stdout == f"cp313-cp313-manylinux_2_28_{os.uname().machine}\n", done.stderr
+    suffix = f".cpython-313-{os.uname().machine}-linux-gnu.so"
+    library = root / "service" / f"antiphon_engine__mypyc{suffix}"
+    assert {path.name for path in root.rglob("*.so")} == {library.name, f"one{suffix}"}
+    assert b"of 3.13" in library.read_bytes()
+    assert b"of 3.12" not in library.read_bytes()
+    assert str(ROOT).encode() not in library.read_bytes()
+
+
+def test_engine_for_another_python_needs_its_headers(root: Path) -> None:
+    other = "3.13" if sys.version_info[:2] != (3, 13) else "3.14"
+    done = build_wheel(root, other, "-O0")
+    assert done.returncode == 1
+    assert "Python.h" in done.stderr
+    assert not list(root.rglob("*.so"))
+
+
 def test_no_compiled_module_has_coroutines() -> None:
     """Since Python 3.12 they cause a warning when a call is cancelled: `antiphon.engine.reader`."""
-    sources = hatch_build.engine_sources(Path(hatch_build.__file__).parent)
+    sources = hatch_build.engine_sources(ROOT)
     assert sources
     nodes = [(path, node) for path in sources for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
     assert not [path for path, node in nodes if isinstance(node, ast.AsyncFunctionDef)]
