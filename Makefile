@@ -112,7 +112,7 @@ $(ARM)/antiphon/ops/_native.so: $(NATIVE) hatch_build.py $(ARM)/.installed $(wil
 	@CXX="$(abspath $(ARM)/bin/aarch64-g++)" CXXFLAGS=-Werror \
 		$(TIMED) --silent "native library for 64-bit Arm" $(BIN)/python hatch_build.py native $@
 
-# Never fails: a version that cannot be fetched is printed and tried again the next time. No release of Debian has 3.12.
+# Never fails: a version that cannot be fetched is printed and tried again the next time. Debian has no 3.12.
 headers: ## Unpack headers of Python 3.13 and 3.14 for wheels: build/headers. 5 MB, Debian only.
 	@requirements/headers.sh $(HEADERS) 3.13 3.14
 
