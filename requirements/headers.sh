@@ -13,7 +13,8 @@ missing=$(for version; do [ -e "$folder/$version" ] || echo "$version"; done)
 # Lists of packages of our own, as for arm.sh. The older release of Debian has the older headers of the same version:
 # what is compiled with them runs with all later ones.
 work=$(mktemp -d "$folder/work.XXXXXX") && trap 'rm -rf "$work"' EXIT && mkdir -p "$work/lists/partial" || exit 0
-for release in trixie forky; do echo "deb http://deb.debian.org/debian $release main"; done >"$work/sources"
+mirror=$(apt-get indextargets --format '$(REPO_URI)' 2>/dev/null | grep -m1 '/debian/*$')
+for release in trixie forky; do echo "deb $mirror $release main"; done >"$work/sources"
 : >"$work/none"
 apt() {
     apt-get -qq -o Acquire::Retries=1 -o Acquire::http::Timeout=20 -o Debug::NoLocking=1 -o APT::Sandbox::User= \
