@@ -75,6 +75,8 @@ def forbid(contents: Contents) -> None:
         raise CheckError(f"the image holds {', '.join(contents.forbidden[:10])}")
     if contents.uncompiled:
         raise CheckError(f"{len(contents.uncompiled)} modules have no bytecode, {contents.uncompiled[0]} for one")
+    if not any("/antiphon_engine__mypyc." in path for path in contents.files):
+        raise CheckError("the engine is not compiled")
 
 
 def megabytes(size: float) -> str:
