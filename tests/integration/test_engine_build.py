@@ -70,13 +70,13 @@ def test_sources_run_where_the_engine_cannot_be_compiled(
     assert imported(root) == ["42", "py"]
 
 
-# Prints the tag of the wheel of a folder, after the steps of its build.
+# Prints the tag of the wheel of a folder, after the steps of its build that need no metadata.
 BUILD_WHEEL = """
 import sys
 from hatch_build import NativeBuildHook
 
 wheel = {"artifacts": [], "force_include": {}}
-NativeBuildHook(sys.argv[1], {}, None, None, sys.argv[1], "wheel").initialize("standard", wheel)
+NativeBuildHook(sys.argv[1], {}, None, None, sys.argv[1], "wheel").initialize("editable", wheel)
 print(wheel["tag"])
 """
 
