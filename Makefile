@@ -29,6 +29,8 @@ HEADERS := build/headers
 MACHINE := $(shell uname -m)
 ARCHITECTURES := x86_64 aarch64
 COMPILED := 3.11 3.12 3.13 3.14
+# Versions whose headers some release of Debian has.
+PACKAGED := 3.13 3.14
 
 # Versions of Python that the service is tested with, beside that of .venv, each in an environment .venv-VERSION.
 PYTHONS = $(filter-out $(shell $(BIN)/python -c 'import sys; print("%d.%d" % sys.version_info[:2])'),3.11 3.12 3.13 3.14)
@@ -112,9 +114,9 @@ $(ARM)/antiphon/ops/_native.so: $(NATIVE) hatch_build.py $(ARM)/.installed $(wil
 	@CXX="$(abspath $(ARM)/bin/aarch64-g++)" CXXFLAGS=-Werror \
 		$(TIMED) --silent "native library for 64-bit Arm" $(BIN)/python hatch_build.py native $@
 
-# Never fails: a version that cannot be fetched is printed and tried again the next time. Debian has no 3.12.
+# Never fails: a version that cannot be fetched is printed and tried again the next time.
 headers: ## Unpack headers of Python 3.13 and 3.14 for wheels: build/headers. 5 MB, Debian only.
-	@requirements/headers.sh $(HEADERS) 3.13 3.14
+	@requirements/headers.sh $(HEADERS) $(PACKAGED)
 
 cuda-tools: $(CUDA)/.installed ## Create .venv-cuda: Triton and onnxruntime-gpu, for test-cuda and kernels. 1 GB.
 
@@ -202,7 +204,7 @@ stubs: $(VENV)/.installed ## Generate the protobuf stubs, and compile the native
 wheel: $(VENV)/.test-tools ## Build the sdist, and the wheel from it for this machine, in dist/.
 	@$(BIN)/python -m build --no-isolation --outdir dist
 
-dist: $(DIST)/.installed $(if $(filter 3.13 3.14,$(COMPILED)),headers) $(if $(filter-out $(MACHINE),$(ARCHITECTURES)),arm-tools) ## Build wheels of the last commit, glibc 2.28, in dist/. ARCHITECTURES="x86_64 aarch64" COMPILED="3.11 3.13"
+dist: $(DIST)/.installed $(if $(filter $(PACKAGED),$(COMPILED)),headers) $(if $(filter-out $(MACHINE),$(ARCHITECTURES)),arm-tools) ## Build wheels of the last commit, glibc 2.28, in dist/. ARCHITECTURES="x86_64 aarch64" COMPILED="3.11 3.13"
 	@requirements/dist.sh dist $(DIST)/bin/python $(ARM) $(HEADERS) "$(COMPILED)" $(ARCHITECTURES)
 
 image: ## Build the image antiphon:VERSION. TARGET=cuda or bundle; PLATFORM=linux/arm64, BASE=, BUNDLE=, IMAGE_ARGS=: docs/DEPLOY.md.

@@ -19,7 +19,7 @@ commit=$(git rev-parse HEAD)
 source=$folder/source
 [ "$(cat "$folder/commit" 2>/dev/null)" = "$commit" ] || rm -f "$folder"/*.whl
 echo "$commit" >"$folder/commit"
-[ -z "$(git status --porcelain --untracked-files=no)" ] || echo "==> the wheels have none of the changes after the last commit"
+[ -z "$(git status --porcelain --untracked-files=no)" ] || echo "==> the wheels are of the last commit, without the uncommitted changes"
 
 # Processor, kind of engine, version of Python, prefix of the compilers' names, flags for the headers of Python.
 wheel() {

@@ -75,6 +75,9 @@ def test_dockerignore_includes_copied_files_and_excludes_build_products() -> Non
         assert (ROOT / source).exists(), source
         assert any(Path(source).match(pattern) or source.startswith(f"{pattern}/") for pattern in allowed), source
     assert {"**/*.so", "**/__pycache__"} <= set(patterns)
+    # Antiphon itself comes from the wheel: no build sees its service or its protos, nor what a checkout made of them.
+    assert "dist/*.whl" in allowed
+    assert not {"protos", "service"} & set(allowed)
 
 
 def test_make_image_names_the_image_by_the_version_of_the_package() -> None:

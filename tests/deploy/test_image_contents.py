@@ -30,7 +30,7 @@ def locked(name: str) -> dict[str, str]:
 
 def left_out() -> set[str]:
     """Return modules of required packages that the image does not install, and pruned modules."""
-    absent = locked("serve.lock").keys() - locked("image.lock").keys() - locked("dist.lock").keys()
+    absent = locked("serve.lock").keys() - locked("image.lock").keys()
     assert "huggingface-hub" in absent
     by_module = importlib.metadata.packages_distributions()
     modules = {
